@@ -1,0 +1,39 @@
+"""What can go wrong, as exceptions a user can tell apart.
+
+Every message names the argument, its value and the way out. Wrong input is a ``ValueError`` too, so that code which
+catches the standard exception keeps working; a broken invariant of our own is an ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+
+class NTPError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(NTPError, ValueError):
+    """An argument of the strategy, the launcher or the command line has a value that cannot work."""
+
+
+class LayoutError(NTPError, ValueError):
+    """Units, degrees or slots that no layout has."""
+
+
+class PlanError(NTPError, ValueError):
+    """A parallel plan that does not fit the model: unknown pattern, unknown head count, hard-coded shape."""
+
+
+class DataError(NTPError, ValueError):
+    """A data loader that cannot be cut into shares without losing or repeating samples."""
+
+
+class UnsupportedError(NTPError, TypeError):
+    """A feature of torch or Lightning that does not work together with nonuniform tensor parallelism."""
+
+
+class LaunchError(NTPError, RuntimeError):
+    """The members of a job could not be started from here (a notebook, a REPL, ``python -c``)."""
+
+
+class CheckpointError(NTPError, RuntimeError):
+    """A saved file that does not fit the model, or could not be written whole."""
