@@ -1,7 +1,7 @@
 """Who is where: replicas, their degrees and slots, and the groups that follow from them.
 
-A topology is the part of a view that says which member sits in which slot. Groups are lists of ranks; nothing here opens
-a channel. Seats (``r1.s3``) are physical and never change; slots are positions in a replica's live TP group.
+A topology is the part of a view that says which member sits in which slot. Groups are lists of ranks; nothing here
+opens a channel. Seats (``r1.s3``) are physical and never change; slots are positions in a replica's live TP group.
 
 Pure: no torch, no processes.
 """
@@ -83,11 +83,13 @@ class Topology:
 
     def place(self, rank: int) -> tuple[int, int]:
         """(replica, slot) of a rank."""
-        for replica, degree in enumerate(self.degrees):
-            if rank < degree:
-                return replica, rank
-            rank -= degree
-        raise ConfigError(f"rank {rank} is outside the {self.world_size} members of degrees {list(self.degrees)}")
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} is outside the {self.world_size} members of degrees {list(self.degrees)}")
+        replica = 0
+        while rank >= self.degrees[replica]:
+            rank -= self.degrees[replica]
+            replica += 1
+        return replica, rank
 
     def tensor_parallel_ranks(self, replica: int) -> tuple[int, ...]:
         """Ranks of a replica, in slot order."""
@@ -112,6 +114,6 @@ def _check_degrees(degrees: Sequence[int], nominal_degree: int) -> None:
     wrong = [degree for degree in degrees if not 1 <= degree <= nominal_degree]
     if wrong:
         raise ConfigError(
-            f"degrees={list(degrees)}: {wrong[0]} is outside 1..{nominal_degree}; a replica has at least one member and "
-            f"at most tensor_parallel_size={nominal_degree}"
+            f"degrees={list(degrees)}: {wrong[0]} is outside 1..{nominal_degree}; a replica has at least one member "
+            f"and at most tensor_parallel_size={nominal_degree}"
         )

@@ -1,9 +1,9 @@
 """Buckets of the gradient sync: which parameters travel together.
 
-Cut by *dense* sizes, so that the buckets are the same on all members at every degree, in reverse order of the parameters
-(gradients of the last layers are ready first). Replicated parameters have buckets of their own: at equal degrees these
-need the same length and offset on all slots, since a ring sums in another order at another offset and the copies would
-differ in the last bit.
+Cut by *dense* sizes, so that the buckets are the same on all members at every degree, in reverse order of the
+parameters (gradients of the last layers are ready first). Replicated parameters have buckets of their own: at equal
+degrees these need the same length and offset on all slots, since a ring sums in another order at another offset and
+the copies would differ in the last bit.
 
 Pure: no torch, no processes.
 """

@@ -2,7 +2,7 @@
 
 The query head is the unit of attention. A slot holds the KV heads that its query heads read, in the order in which its
 query list first needs them (sorted order would break the prefix property). A KV head read from several slots is held by
-each of them, and its gradient is partial on each: the sum is made at its owner, the holder with most of its query heads.
+each of them, and its gradient is partial on each: the sum is made at its owner, the holder of most of its query heads.
 
     >>> GroupedFamily(num_heads=8, num_kv_heads=2, nominal_degree=4).at(3).slots   # queries (0,1,6) (2,3,7) (4,5)
     ((0, 1), (0, 1), (1,))

@@ -1,6 +1,6 @@
 """How one parameter lies on the slots of a replica: replicated, or sharded along one dimension in segments.
 
-A fused projection is several tensors glued together ([q | k | v], [gate | up]); each is a segment with units of its own.
+A fused projection is several tensors glued together ([q | k | v], [gate | up]); each is a segment with its own units.
 Slots keep the segments glued: a local tensor is the local part of segment 0, then of segment 1, and so on. Inside a
 segment the prefix property holds, so a unit that arrives is inserted at its segment's end.
 
@@ -48,7 +48,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Piece:
-    """One unit in a local tensor: ``rows`` rows, from ``dense_row`` of the dense tensor to ``local_row`` of the slot's."""
+    """One unit in a local tensor: ``rows`` rows at ``dense_row`` of the dense, ``local_row`` of the slot's tensor."""
 
     segment: int
     unit: int

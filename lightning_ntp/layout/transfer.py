@@ -1,7 +1,7 @@
 """Transfers between two views: exactly the units that a member lacks, each from one source.
 
-A member keeps what it holds; what its new slot wants besides comes from a member of its own replica if one holds it (the
-scale-up domain), else from a peer replica, spread so that no source sends much more than another.
+A member keeps what it holds; what its new slot wants besides comes from a member of its own replica if one holds it
+(the scale-up domain), else from a peer replica, spread so that no source sends much more than another.
 
 Pure: no torch, no processes.
 """

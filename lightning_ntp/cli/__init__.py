@@ -1,0 +1,1 @@
+"""The command line: ``lightning-ntp VERB``, one file a verb."""

@@ -1,0 +1,140 @@
+"""One member with all that it needs to train: its place, its channels, its part of the model, sync and vote."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ntp.comm.exchange import Exchange, Recorder
+from lightning_ntp.comm.groups import open_channels
+from lightning_ntp.comm.lane import open_lane
+from lightning_ntp.comm.tree import ControlTree
+from lightning_ntp.engine.vote import Ballot, Vote, clip_by_norm
+from lightning_ntp.errors import NTPError
+from lightning_ntp.parallel import ParallelModel, ParallelPlan, TensorParallelContext, parallelize
+from lightning_ntp.sync import GradientSync, SyncChannels
+from lightning_ntp.topology import Topology
+
+
+class Member:
+    """Works with or without a Trainer: the Lightning strategies only translate to it.
+
+    The default process group must exist and hold all members in rank order.
+
+    Args:
+        topology: Who sits where.
+        rank: This member.
+        device: Where its tensors live.
+        backend: Of the groups that carry the model's tensors.
+        lowest_degree: The lowest degree that a replica may reach later.
+        timeout: Of every collective.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        rank: int,
+        *,
+        device: torch.device | str = "cpu",
+        backend: str = "gloo",
+        lowest_degree: int = 1,
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
+        self.topology, self.rank, self.device = topology, rank, torch.device(device)
+        self.replica, self.slot = topology.place(rank)
+        self.recorder = Recorder()
+        self._backend = backend
+        self._channels = open_channels(topology, rank, backend=backend, timeout=timeout)
+        self.control = Exchange(self._channels.control, self.recorder)
+        self.tree = ControlTree(
+            Exchange(self._channels.replica_control, self.recorder),
+            self._channels.leader_control and Exchange(self._channels.leader_control, self.recorder),
+        )
+        self.context = TensorParallelContext.at(
+            Exchange(self._channels.tensor_parallel, self.recorder),
+            topology.degrees[self.replica],
+            self.slot,
+            topology.nominal_degree,
+            min(lowest_degree, topology.sync_degree),
+        )
+        self._model: ParallelModel | None = None
+        self._sync: GradientSync | None = None
+        self._ballot: Ballot | None = None
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == self.topology.leader
+
+    @property
+    def model(self) -> ParallelModel:
+        return self._built(self._model)
+
+    @property
+    def sync(self) -> GradientSync:
+        return self._built(self._sync)
+
+    def shard(self, module: nn.Module, plan: ParallelPlan) -> ParallelModel:
+        """Give all members the leader's weights, then keep this slot's part of them. Changes ``module`` in place."""
+        self._copy_leaders_weights(module)
+        self._model = parallelize(module, plan, self.context)
+        return self._model
+
+    def start_sync(
+        self,
+        *,
+        bucket_cap_mb: float = 25.0,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> GradientSync:
+        """Hook the gradient sync into the model, once its parameters are on their device and in their dtype."""
+        channels = SyncChannels(
+            reshard=Exchange(self._channels.reshard, self.recorder),
+            data_parallel=self._channels.data_parallel and Exchange(self._channels.data_parallel, self.recorder),
+            control=self.control,
+            counts=self.slot == 0,
+        )
+        self._sync = GradientSync(
+            self.model,
+            self.topology,
+            self.rank,
+            channels,
+            open_lane(self.device, self._backend),
+            bucket_cap_mb=bucket_cap_mb,
+            reduce_dtype=reduce_dtype,
+            # CUDA kernels may sum in another order from run to run, so copies there are handed out by one slot.
+            equal_copies=self.device.type == "cpu",
+        )
+        self._ballot = Ballot(self.model, self._sync, self.tree, self.replica)
+        return self._sync
+
+    def vote(self, parameters: Sequence[nn.Parameter]) -> Vote:
+        """Agree on a step of the optimizer that owns ``parameters``."""
+        return self._built(self._ballot).cast(parameters)
+
+    def clip(self, parameters: Sequence[nn.Parameter], vote: Vote, max_norm: float) -> None:
+        clip_by_norm(parameters, vote.grad_norm, max_norm)
+
+    def close(self) -> None:
+        """Take hooks and threads away. The process groups end with the default group."""
+        if self._sync is not None:
+            self._sync.remove()
+            self._sync = None
+
+    def _copy_leaders_weights(self, module: nn.Module) -> None:
+        if self.topology.world_size == 1:
+            return
+        for tensor in [*module.parameters(), *module.buffers()]:
+            data: Tensor = tensor.detach()
+            whole = data.contiguous()
+            dist.broadcast(whole, src=self.topology.leader)
+            if whole.data_ptr() != data.data_ptr():
+                data.copy_(whole)
+
+    @staticmethod
+    def _built(part):
+        if part is None:
+            raise NTPError("the member is not ready: call shard() and start_sync() first")
+        return part

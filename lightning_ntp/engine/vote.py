@@ -1,0 +1,95 @@
+"""The vote: members agree that a step's gradients are complete, and on the numbers that all must share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ntp.comm.tree import ControlTree
+from lightning_ntp.layout import Replicated
+from lightning_ntp.parallel.model import ParallelModel, ParallelParameter
+from lightning_ntp.sync import GradientSync
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What all members know after a vote.
+
+    Attributes:
+        grad_norm: 2-norm of the synced gradient of the dense parameters that were voted on.
+        used: For each of them, whether any member had a gradient in this window.
+    """
+
+    grad_norm: float
+    used: tuple[bool, ...]
+
+
+class Ballot:
+    """Casts this member's votes.
+
+    The norm is summed over the units that the lowest replica owns, each once, and travels in the vote; so all members use
+    bitwise the same value, whatever their layouts.
+
+    Args:
+        model: What this member holds.
+        sync: Knows which parameters got a gradient.
+        tree: Reaches all members.
+        replica: This member's replica.
+    """
+
+    def __init__(self, model: ParallelModel, sync: GradientSync, tree: ControlTree, replica: int) -> None:
+        self._sync, self._tree, self._replica = sync, tree, replica
+        self._context = model.context
+        self._by_parameter = {param.parameter: param for param in model.parameters()}
+
+    def cast(self, parameters: Sequence[nn.Parameter]) -> Vote:
+        """Vote on the parameters of one optimizer; those unused everywhere get ``.grad = None`` again."""
+        flags = [float(flag) for flag in self._sync.used(parameters)]
+        ballot = torch.tensor([self._owned_square(parameters), *flags], dtype=torch.float64)
+        square, *used = self._tree.sum(ballot, tag="vote").tolist()
+        self._sync.forget_used(parameters)
+        for parameter, count in zip(parameters, used, strict=True):
+            if not count:
+                parameter.grad = None
+        return Vote(square**0.5, tuple(count > 0 for count in used))
+
+    def _owned_square(self, parameters: Sequence[nn.Parameter]) -> float:
+        if self._replica != 0:
+            return 0.0
+        squares = [
+            torch.linalg.vector_norm(part, dtype=torch.float64).square()
+            for parameter in parameters
+            if parameter.grad is not None
+            for part in self._owned(parameter.grad, self._by_parameter[parameter])
+        ]
+        return float(torch.stack(squares).sum()) if squares else 0.0
+
+    def _owned(self, grad: Tensor, param: ParallelParameter) -> list[Tensor]:
+        """The parts of a local gradient that this slot counts: every unit of the replica counts once."""
+        degree, slot, layout = self._context.degree, self._context.slot, param.layout
+        if isinstance(layout, Replicated):
+            return [grad] if slot == 0 else []
+        if not layout.is_shared(degree):
+            return [grad]
+        return [
+            grad.narrow(layout.dim, piece.local_row, piece.rows)
+            for piece in layout.pieces(degree, slot)
+            if layout.segments[piece.segment].family.at(degree).owners[piece.unit] == slot
+        ]
+
+
+def clip_by_norm(parameters: Sequence[nn.Parameter], grad_norm: float, max_norm: float) -> None:
+    """Scale gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Args:
+        parameters: Local parameters.
+        grad_norm: Norm of the dense gradient, from the vote.
+        max_norm: Largest norm to leave.
+    """
+    factor = min(1.0, max_norm / (grad_norm + 1e-6))
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)

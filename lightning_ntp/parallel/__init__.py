@@ -1,0 +1,22 @@
+"""Modules on unequal shards, and the plan that says which modules of a model they replace."""
+
+from lightning_ntp.parallel.apply import parallelize
+from lightning_ntp.parallel.context import TensorParallelContext
+from lightning_ntp.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_ntp.parallel.model import ParallelModel, ParallelParameter
+from lightning_ntp.parallel.plan import ParallelPlan
+from lightning_ntp.parallel.styles import parse_style
+from lightning_ntp.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelModel",
+    "ParallelParameter",
+    "ParallelPlan",
+    "RowParallelLinear",
+    "TensorParallelContext",
+    "VocabParallelEmbedding",
+    "parallelize",
+    "parse_style",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,1 @@
+"""The strategies that Lightning's Trainer and Fabric see."""

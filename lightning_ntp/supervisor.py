@@ -1,0 +1,326 @@
+"""The supervisor: one process that starts the members of a job on this machine, waits for them, and hosts the store.
+
+It trains nothing and is no rank. So it outlives any member, it can tell how each of them ended, and the store stays
+where the survivors can reach it.
+
+*Members are process groups.* Every member leads a session of its own. When it ends, whatever is left of its group
+(DataLoader workers, which would go on holding its sockets and its GPU) is killed before the end is told to anybody.
+
+*Signals.* A terminal's Ctrl-C reaches only the supervisor. SIGINT goes on to the members' whole groups, as a terminal
+would send it; a second one kills. SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to the members alone: a DataLoader worker
+that dies of SIGTERM would break the member's own orderly end. A signal that the caller ignores (``nohup``) stays
+ignored.
+
+*No orphans.* The kernel kills a member when the supervisor is gone, even by SIGKILL; the member's DataLoader workers
+notice within seconds that their parent is gone.
+
+What the end of a member means for the others is not decided here but by an :class:`EndPolicy`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Protocol
+
+from torch.distributed import TCPStore
+
+from lightning_ntp.comm.rendezvous import STORE_VARIABLE, WORLD_SIZE_VARIABLE
+from lightning_ntp.errors import ConfigError, LaunchError
+
+_HOST = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1
+_TO_GROUP = (signal.SIGINT,)
+_TO_MEMBER = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class MemberEnd:
+    """How one member ended.
+
+    Attributes:
+        rank: The member's rank.
+        seat: Its seat for the reader, such as ``r1.s3``, or an empty string where seats are not known.
+        exit_code: Exit code as a shell tells it: 128 + signal number for a member that a signal ended.
+        killed: Whether the supervisor itself killed it.
+    """
+
+    rank: int
+    seat: str
+    exit_code: int
+    killed: bool
+
+    def __str__(self) -> str:
+        name = f"rank {self.rank}" + (f" ({self.seat})" if self.seat else "")
+        if self.killed:
+            return f"{name} was killed by the supervisor"
+        if self.exit_code > 128:
+            with contextlib.suppress(ValueError):
+                return f"{name} was ended by {signal.Signals(self.exit_code - 128).name}"
+        return f"{name} exited with code {self.exit_code}"
+
+
+class EndPolicy(Protocol):
+    """Decides what the end of a member means."""
+
+    def on_end(self, supervisor: Supervisor, end: MemberEnd) -> None:
+        """React to a member's end, by calling the supervisor's methods. Its process group is gone already."""
+
+    def exit_code(self, supervisor: Supervisor) -> int:
+        """The job's exit code, once all members have ended (``supervisor.ends``, in the order seen)."""
+
+
+@dataclass(frozen=True)
+class AllOrNothing:
+    """One failed member ends the job; the others get a moment to say what they saw.
+
+    Attributes:
+        grace_s: Time in seconds from a failure to the kill of the rest. Usually nobody needs it: the others' collectives
+            raise as soon as the connection to the failed member is closed.
+        stop_grace_s: The same once a signal has asked the job to stop. Longer, as members may be saving.
+    """
+
+    grace_s: float = 5.0
+    stop_grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("grace_s", "stop_grace_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds, 0 or more")
+
+    def on_end(self, supervisor: Supervisor, end: MemberEnd) -> None:
+        if end.exit_code != 0:
+            supervisor.kill_after(self.stop_grace_s if supervisor.stop_signal else self.grace_s)
+
+    def exit_code(self, supervisor: Supervisor) -> int:
+        failures = [end for end in supervisor.ends if end.exit_code != 0]
+        own = next((end.exit_code for end in failures if not end.killed), 0)
+        if failures and not own:  # only a second Ctrl-C kills where nobody failed: tell of the signal, not of the kill
+            return 128 + (supervisor.stop_signal or signal.SIGKILL)
+        return own
+
+
+@dataclass
+class Supervisor:
+    """Starts ``num_members`` processes on this machine and sees them through to their end.
+
+    Attributes:
+        command: The command line of every member, or a function from the rank to it.
+        num_members: How many to start; their ranks are 0..num_members-1.
+        env: Variables that the members get besides this process's own and those of :meth:`member_env`.
+        cwd: Working directory of the members; by default this process's.
+        seats: Names for the reader, by rank.
+        policy: What the end of a member means.
+        stop_signal: The first signal that asked the job to stop, if one did.
+        ends: Members that have ended, in the order seen.
+
+    Raises:
+        ConfigError: if ``num_members`` is below 1, or ``seats`` has another length.
+    """
+
+    command: Sequence[str] | Callable[[int], Sequence[str]]
+    num_members: int
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    seats: Sequence[str] = ()
+    policy: EndPolicy = field(default_factory=AllOrNothing)
+
+    def __post_init__(self) -> None:
+        if self.num_members < 1:
+            raise ConfigError(f"num_members={self.num_members}: a job needs at least 1 member")
+        if self.seats and len(self.seats) != self.num_members:
+            raise ConfigError(f"seats names {len(self.seats)} seats for num_members={self.num_members}: name each one")
+        self.stop_signal: signal.Signals | None = None
+        self.ends: list[MemberEnd] = []
+        self._running: dict[int, subprocess.Popen] = {}
+        self._killed: set[int] = set()
+        self._kill_at: float | None = None
+        self._interrupted = False
+
+    def run(self) -> int:
+        """Start the members and wait until all have ended. To be called once, from the main thread.
+
+        Returns:
+            The job's exit code: 0 if all members ended with 0, else that of the first that failed.
+
+        Raises:
+            LaunchError: outside the main thread, or if a member cannot be started.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise LaunchError("the members of a job must be started from the main thread: call fit there")
+        start = time.monotonic()
+        with _SignalInbox((*_TO_GROUP, *_TO_MEMBER)) as inbox:
+            self.store = _host_store()
+            try:
+                for rank in range(self.num_members):
+                    self._spawn(rank)
+                while self._running:
+                    for signum in inbox.wait(self._time_to_kill()):
+                        self._forward(signum)
+                    self._reap()
+                    if self._time_to_kill() == 0:
+                        self.kill()
+            finally:
+                self._kill_and_wait()
+        exit_code = self.policy.exit_code(self)
+        if exit_code != 0:
+            print(self._summary(exit_code, time.monotonic() - start), file=sys.stderr, flush=True)
+        return exit_code
+
+    def member_env(self, rank: int) -> dict[str, str]:
+        """The complete environment of a member: torch's names, the store's address, and one share of the CPUs."""
+        num = str(self.num_members)
+        threads = max(1, len(os.sched_getaffinity(0)) // self.num_members)
+        return {
+            "OMP_NUM_THREADS": str(threads),
+            **os.environ,
+            **self.env,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "NODE_RANK": "0",
+            "WORLD_SIZE": num,
+            "LOCAL_WORLD_SIZE": num,
+            "MASTER_ADDR": _HOST,
+            "MASTER_PORT": str(self.store.port),
+            # So that a plain init_process_group() is our store's client too, instead of hosting a second one there.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            STORE_VARIABLE: f"{_HOST}:{self.store.port}",
+            WORLD_SIZE_VARIABLE: num,
+        }
+
+    def kill_after(self, delay_s: float) -> None:
+        """Kill the members that still run in ``delay_s`` seconds, unless an earlier time was set before."""
+        at = time.monotonic() + delay_s
+        self._kill_at = at if self._kill_at is None else min(self._kill_at, at)
+
+    def kill(self) -> None:
+        """Kill the process groups of all members that still run, now."""
+        self._kill_at = None
+        for rank, process in self._running.items():
+            self._killed.add(rank)
+            _signal_group(process, signal.SIGKILL)
+
+    def _spawn(self, rank: int) -> None:
+        command = list(self.command(rank) if callable(self.command) else self.command)
+        try:
+            self._running[rank] = subprocess.Popen(
+                command,
+                env=self.member_env(rank),
+                cwd=self.cwd,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise LaunchError(f"rank {rank} could not be started with the command {command}: {error}") from error
+
+    def _reap(self) -> None:
+        for rank, process in list(self._running.items()):
+            # Looked at but not reaped: until wait() the number belongs to the dead leader, so killpg hits its group only.
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            _signal_group(process, signal.SIGKILL)
+            code = process.wait()
+            del self._running[rank]
+            seat = self.seats[rank] if self.seats else ""
+            end = MemberEnd(rank, seat, code if code >= 0 else 128 - code, killed=rank in self._killed and code < 0)
+            self.ends.append(end)
+            self.policy.on_end(self, end)
+
+    def _forward(self, signum: signal.Signals) -> None:
+        if signum == signal.SIGINT and self._interrupted:
+            self.kill()
+            return
+        self._interrupted |= signum == signal.SIGINT
+        if signum in _STOPPING and self.stop_signal is None:
+            self.stop_signal = signum
+        for process in self._running.values():
+            if signum in _TO_GROUP:
+                _signal_group(process, signum)
+            else:
+                process.send_signal(signum)
+
+    def _time_to_kill(self) -> float | None:
+        return None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+
+    def _kill_and_wait(self) -> None:
+        self.kill()
+        for process in self._running.values():
+            process.wait()
+
+    def _summary(self, exit_code: int, elapsed_s: float) -> str:
+        failures = [end for end in self.ends if end.exit_code != 0]
+        what = f"was stopped by {self.stop_signal.name}" if self.stop_signal else "failed"
+        text = f"lightning_ntp: the job {what} after {elapsed_s:.1f} s, exit code {exit_code}: "
+        text += "; then ".join(map(str, failures))
+        if not self.stop_signal and any(end.exit_code == 128 + signal.SIGKILL and not end.killed for end in failures):
+            text += ". A SIGKILL from nowhere is often the kernel short of memory: see dmesg"
+        return text
+
+
+class _SignalInbox:
+    """While open, signals are numbers in a pipe instead of interruptions. SIGCHLD ends a wait but is not handed out."""
+
+    def __init__(self, signals: Sequence[signal.Signals]) -> None:
+        ignored = [signum for signum in signals if signal.getsignal(signum) == signal.SIG_IGN]
+        self._signals = [signum for signum in signals if signum not in ignored]
+
+    def __enter__(self) -> _SignalInbox:
+        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._old_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._old = {signum: signal.signal(signum, _nothing) for signum in (*self._signals, signal.SIGCHLD)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._old.items():
+            signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+        signal.set_wakeup_fd(self._old_fd)
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+    def wait(self, timeout_s: float | None) -> list[signal.Signals]:
+        """Signals that came in, at the latest after ``timeout_s`` seconds (None: as long as it takes)."""
+        if not select.select([self._read_fd], [], [], timeout_s)[0]:
+            return []
+        numbers = os.read(self._read_fd, 4096)
+        return [signal.Signals(number) for number in numbers if number in self._signals]
+
+
+def _nothing(_signum: int, _frame: FrameType | None) -> None:
+    """A handler must exist for the pipe to be written."""
+
+
+def _host_store() -> TCPStore:
+    # Bound by ourselves: TCPStore would listen on every interface, and anybody who reaches a store can write to it.
+    with socket.socket() as listener:
+        listener.bind((_HOST, 0))
+        listener.listen(1024)
+        port, fd = listener.getsockname()[1], listener.detach()
+    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+
+
+def _die_with_parent(parent_pid: int) -> Callable[[], None]:
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here: little is safe between fork and exec
+
+    def between_fork_and_exec() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_pid:  # it died before the line above
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return between_fork_and_exec
+
+
+def _signal_group(process: subprocess.Popen, signum: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signum)
