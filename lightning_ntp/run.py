@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         parser.error("the script to run is missing: ... --nproc-per-node N train.py")
     if not options.module and not os.path.exists(words[0]):
-        parser.error(f"no such script: {words[0]!r} (options of this launcher stand before the script; -m runs a module)")
+        parser.error(
+            f"no such script: {words[0]!r} (options of this launcher stand before the script; -m runs a module)"
+        )
     command = [sys.executable, *(["-m"] if options.module else []), *words]
     try:
         if "LOCAL_RANK" in os.environ:

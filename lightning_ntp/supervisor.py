@@ -87,8 +87,8 @@ class AllOrNothing:
     """One failed member ends the job; the others get a moment to say what they saw.
 
     Attributes:
-        grace_s: Time in seconds from a failure to the kill of the rest. Usually nobody needs it: the others' collectives
-            raise as soon as the connection to the failed member is closed.
+        grace_s: Time in seconds from a failure to the kill of the rest. Few need it: the others' collectives raise as
+            soon as the connection to the failed member is closed.
         stop_grace_s: The same once a signal has asked the job to stop. Longer, as members may be saving.
     """
 
@@ -227,7 +227,7 @@ class Supervisor:
 
     def _reap(self) -> None:
         for rank, process in list(self._running.items()):
-            # Looked at but not reaped: until wait() the number belongs to the dead leader, so killpg hits its group only.
+            # Looked at, not reaped: until wait() the number belongs to the dead leader, so killpg hits its group only.
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             _signal_group(process, signal.SIGKILL)

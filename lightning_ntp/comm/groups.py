@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch.distributed as dist
 
@@ -41,6 +41,12 @@ class GroupHandle:
             raise NTPError(f"channel {self.name!r} is not open: no process group was built for it")
         return self._process_group
 
+    def close(self) -> None:
+        """Destroy the group, if it is still there."""
+        group, self._process_group = self._process_group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
 
 @dataclass(frozen=True)
 class Channels:
@@ -61,6 +67,13 @@ class Channels:
     control: GroupHandle
     replica_control: GroupHandle
     leader_control: GroupHandle | None
+
+    def close(self) -> None:
+        """Destroy this member's groups."""
+        for channel in fields(self):
+            handle: GroupHandle | None = getattr(self, channel.name)
+            if handle is not None:
+                handle.close()
 
 
 def open_channels(

@@ -7,9 +7,12 @@ begins with an underscore.
 from __future__ import annotations
 
 import importlib
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import lightning
+import torch
 
 from lightning_ntp.errors import UnsupportedError
 
@@ -57,3 +60,61 @@ def hydra_script_command(local_rank: int) -> tuple[list[str], str]:
 def limit_threads(num_processes: int) -> None:
     """Give this process its share of the CPUs, unless OMP_NUM_THREADS says something else."""
     private("lightning.fabric.utilities.distributed", "_set_num_threads_if_needed")(num_processes=num_processes)
+
+
+# Setting up
+
+
+def materialize(module: torch.nn.Module, device: torch.device) -> None:
+    """Give memory and initial values to parameters on the meta device."""
+    private("lightning.fabric.utilities.init", "_materialize_distributed_module")(module, device)
+
+
+def keep_samplers(trainer: Any) -> None:
+    """Stop the Trainer from putting its own distributed sampler into the user's loaders: they are cut by shares."""
+    connector = getattr(trainer, "_accelerator_connector", None)
+    if not hasattr(connector, "use_distributed_sampler"):
+        raise UnsupportedError(f"lightning {lightning.__version__} has no Trainer switch for its distributed sampler")
+    connector.use_distributed_sampler = False
+
+
+# Running
+
+
+def active_loaders(trainer: Any) -> list[Any]:
+    """The loaders of the loop that runs now, in the order of their index; empty outside of loops."""
+    loop = getattr(trainer, "_active_loop", None)
+    combined = getattr(loop, "_combined_loader", None)
+    return [] if combined is None else list(combined.flattened)
+
+
+def logged_results(trainer: Any) -> dict[str, Any]:
+    """What ``self.log`` has collected in the loop that runs now, by key."""
+    return {} if trainer._results is None else trainer._results
+
+
+def wrap_automatic_optimization(trainer: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put ``wrap(run)`` in the place of ``run``, which runs one micro-batch under automatic optimization.
+
+    Only on this Trainer's loop object. Undone by ``unwrap_automatic_optimization``.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    if not callable(getattr(loop, "run", None)) or not callable(getattr(loop, "_make_closure", None)):
+        raise UnsupportedError(f"lightning {lightning.__version__} runs automatic optimization in another way")
+    loop.run = wrap(loop.run)
+
+
+def unwrap_automatic_optimization(trainer: Any) -> None:
+    """Give the loop its own ``run`` back."""
+    vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("run", None)
+
+
+def automatic_pass(trainer: Any, optimizer: Any, batch_idx: int, kwargs: OrderedDict) -> Callable[[], Any]:
+    """Forward and backward of one more batch under automatic optimization, without an optimizer step."""
+    return trainer.fit_loop.epoch_loop.automatic_optimization._make_closure(kwargs, optimizer, batch_idx)
+
+
+def zero_grad_progress(trainer: Any) -> Any:
+    """The loop's counter of ``zero_grad`` calls."""
+    return trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
+

@@ -76,7 +76,11 @@ class Fetcher:
 
     def fetch(self) -> Any:
         """The next batch."""
-        return next(self.iterator)
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            # Let out, it would end the epoch in silence.
+            raise AssertionError("fewer batches were requested than are fetched") from None
 
     def stop(self) -> None:
         """The requests are at an end: let the workers go, unless they are persistent."""

@@ -98,7 +98,7 @@ class ShareLoader:
         extent, position = self._order.extent, self._position
         if position.index == 0:
             return position.yielded + count_micro_batches(self._rule(), extent, position.cursor)
-        window = position.cut(self._window_rule(), self._order, self._limit)
+        window = position.cut(self._window_rule(), self._order, limit=None)
         assert window is not None  # it was begun
         return position.yielded + window.count - position.index + count_micro_batches(self._rule(), extent, window.stop)
 

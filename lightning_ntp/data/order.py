@@ -7,7 +7,6 @@ lists are read as a stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 from typing import Any
@@ -58,8 +57,7 @@ class EpochOrders:
         self._sampler = batches.sampler if type(batches) is BatchSampler else None
         for sampler in (loader.sampler, self._sampler, getattr(batches, "sampler", None)):
             _refuse_distributed(sampler)
-        if self._sampler is not None:
-            _refuse_endless(self._sampler)
+        _refuse_endless(batches if self._sampler is None else self._sampler)
         self._latest: tuple[int, int, Order] | None = None
 
     @property
@@ -80,7 +78,7 @@ class EpochOrders:
     def _make(self, epoch: int) -> Order:
         seed = derive_seed(self.seed, epoch, "order")
         if self._lists is not None:
-            lists = [ids for ids in map(list, _iterate(self._lists, epoch, seed)) if ids]
+            lists = [ids for ids in map(list, _draw(self._lists, epoch, seed)) if ids]
             ends = tuple(accumulate(len(ids) for ids in lists))
             order = Order(list(chain.from_iterable(lists)), Extent(ends[-1] if ends else 0, ends))
         else:
@@ -91,14 +89,13 @@ class EpochOrders:
             raise DataError(f"the sampler {name} yields no sample in epoch {epoch}: give a dataset that is not empty")
         return order
 
-    def _sample(self, epoch: int, seed: int) -> Sequence[Any] | Any:
+    def _sample(self, epoch: int, seed: int) -> Any:
         sampler = self._sampler
         if type(sampler) is SequentialSampler:
             return range(len(sampler))
         if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
             return torch.randperm(len(sampler), generator=torch.Generator().manual_seed(seed)).numpy()
-        # The length bounds a sampler that never ends.
-        return list(islice(_iterate(sampler, epoch, seed), len(sampler)))
+        return _draw(sampler, epoch, seed)
 
 
 def nominal_batch_size(loader: DataLoader) -> int | None:
@@ -109,21 +106,21 @@ def nominal_batch_size(loader: DataLoader) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def _iterate(sampler: Any, epoch: int, seed: int) -> Any:
-    """The ids of ``sampler`` or the lists of a batch sampler, under random numbers that depend on ``seed`` only."""
-    for part in (sampler, getattr(sampler, "sampler", None)):
+def _draw(sampler: Any, epoch: int, seed: int) -> list[Any]:
+    """The ids of a sampler or the lists of a batch sampler, under random numbers that depend on ``seed`` only."""
+    parts = [part for part in (sampler, getattr(sampler, "sampler", None)) if part is not None]
+    for part in parts:
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
-    generators = [g for part in (sampler, getattr(sampler, "sampler", None)) if (g := getattr(part, "generator", None))]
-    generators = [g for g in generators if isinstance(g, torch.Generator)]
+    generators = [g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)]
     states = [generator.get_state() for generator in generators]
     with forked_rng(seed):
         # A generator of the sampler's own would go on from wherever this process left it.
         for generator in generators:
             generator.manual_seed(seed)
         try:
-            size = len(sampler) if hasattr(type(sampler), "__len__") else None
-            return iter(list(islice(sampler, size)))
+            # Lightning ends an epoch at len(), too; it bounds a sampler that never ends.
+            return list(islice(sampler, len(sampler)))
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
@@ -141,5 +138,5 @@ def _refuse_endless(sampler: Any) -> None:
     if not hasattr(type(sampler), "__len__"):
         raise DataError(
             f"the sampler {type(sampler).__name__} has no __len__, so nobody knows where an epoch ends: define __len__ "
-            "with the samples of an epoch"
+            "(the number of ids in an epoch; of lists, for a batch sampler)"
         )

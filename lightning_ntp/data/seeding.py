@@ -20,7 +20,7 @@ import torch
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed that is a function of ``parts`` alone: the same in every process and every run."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -14,7 +14,7 @@ from lightning_ntp.comm.groups import open_channels
 from lightning_ntp.comm.lane import open_lane
 from lightning_ntp.comm.tree import ControlTree
 from lightning_ntp.engine.vote import Ballot, Vote, clip_by_norm
-from lightning_ntp.errors import NTPError
+from lightning_ntp.errors import ConfigError, NTPError
 from lightning_ntp.parallel import ParallelModel, ParallelPlan, TensorParallelContext, parallelize
 from lightning_ntp.sync import GradientSync, SyncChannels
 from lightning_ntp.topology import Topology
@@ -83,6 +83,23 @@ class Member:
         self._model = parallelize(module, plan, self.context)
         return self._model
 
+    def adopt(self, model: ParallelModel) -> ParallelModel:
+        """Take over a model that an earlier member of this process has sharded, at the same place.
+
+        Raises:
+            ConfigError: if it was sharded for another place.
+        """
+        theirs, ours = model.context, self.context
+        if (theirs.nominal_degree, theirs.degree, theirs.slot) != (ours.nominal_degree, ours.degree, ours.slot):
+            raise ConfigError(
+                f"the model is sharded for slot {theirs.slot} of degree {theirs.degree} "
+                f"(tensor_parallel_size={theirs.nominal_degree}), this job wants slot {ours.slot} of degree {ours.degree} "
+                f"(tensor_parallel_size={ours.nominal_degree}): build the model anew for other degrees"
+            )
+        theirs.exchange = ours.exchange
+        self.context, self._model = theirs, model
+        return model
+
     def start_sync(
         self,
         *,
@@ -114,21 +131,30 @@ class Member:
         """Agree on a step of the optimizer that owns ``parameters``."""
         return self._built(self._ballot).cast(parameters)
 
+    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> float:
+        """2-norm of the dense synced gradient; all members must ask."""
+        return self._built(self._ballot).grad_norm(parameters)
+
     def clip(self, parameters: Sequence[nn.Parameter], vote: Vote, max_norm: float) -> None:
         clip_by_norm(parameters, vote.grad_norm, max_norm)
 
-    def close(self) -> None:
-        """Take hooks and threads away. The process groups end with the default group."""
+    def stop_sync(self) -> None:
+        """Take hooks and thread of the gradient sync away."""
         if self._sync is not None:
             self._sync.remove()
             self._sync = None
+
+    def close(self) -> None:
+        """Stop the sync and close the channels. All members must do so; nothing may be under way."""
+        self.stop_sync()
+        self._channels.close()
 
     def _copy_leaders_weights(self, module: nn.Module) -> None:
         if self.topology.world_size == 1:
             return
         for tensor in [*module.parameters(), *module.buffers()]:
             data: Tensor = tensor.detach()
-            whole = data.contiguous()
+            whole = data.to(self.device).contiguous()  # nccl needs it there; one tensor at a time
             dist.broadcast(whole, src=self.topology.leader)
             if whole.data_ptr() != data.data_ptr():
                 data.copy_(whole)

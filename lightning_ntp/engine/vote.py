@@ -56,6 +56,11 @@ class Ballot:
                 parameter.grad = None
         return Vote(square**0.5, tuple(count > 0 for count in used))
 
+    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> float:
+        """2-norm of the dense gradient of these parameters, without a vote. All members must ask."""
+        square = torch.tensor([self._owned_square(parameters)], dtype=torch.float64)
+        return float(self._tree.sum(square, tag="norm")) ** 0.5
+
     def _owned_square(self, parameters: Sequence[nn.Parameter]) -> float:
         if self._replica != 0:
             return 0.0

@@ -15,6 +15,8 @@ from lightning_ntp.parallel.linear import ColumnParallelLinear, RowParallelLinea
 from lightning_ntp.parallel.localize import LocalHeads
 from lightning_ntp.parallel.model import ParallelModel
 from lightning_ntp.parallel.module import Tied
+from lightning_ntp.parallel.names import CHILD_NAMES, HEAD_NORMS
+from lightning_ntp.parallel.plain import why_not_plain
 from lightning_ntp.parallel.plan import ParallelPlan
 from lightning_ntp.parallel.styles import (
     FFN,
@@ -28,19 +30,6 @@ from lightning_ntp.parallel.styles import (
     Vocab,
 )
 from lightning_ntp.parallel.vocabulary import VocabParallelEmbedding
-
-_NAMES = {
-    "q": ("q_proj", "wq", "q", "query", "q_linear", "to_q"),
-    "k": ("k_proj", "wk", "k", "key", "k_linear", "to_k"),
-    "v": ("v_proj", "wv", "v", "value", "v_linear", "to_v"),
-    "qkv": ("qkv_proj", "qkv", "wqkv", "Wqkv", "in_proj", "to_qkv"),
-    "o": ("o_proj", "wo", "o", "out_proj", "proj", "dense", "out", "to_out"),
-    "gate": ("gate_proj", "w1", "gate"),
-    "up": ("up_proj", "w3", "fc1", "up", "fc_in"),
-    "down": ("down_proj", "w2", "fc2", "down", "fc_out"),
-    "gate_up": ("gate_up_proj", "w13", "gate_up", "wi"),
-}
-_HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 
 
 def parallelize(model: nn.Module, plan: ParallelPlan, context: TensorParallelContext) -> ParallelModel:
@@ -171,7 +160,7 @@ class _Parallelizer:
         _expect_heads(out.name, width, family.num_heads, "num_heads")
         self._row(out, Sharded(1, (self._heads(family.num_heads, width),)))
         entry.attach(site.module)
-        self.result.partial_modules += [child for name, child in site.module.named_children() if name in _HEAD_NORMS]
+        self.result.partial_modules += [child for name, child in site.module.named_children() if name in HEAD_NORMS]
         self.result.local_heads.append(LocalHeads.find(site.name, site.module, family, head_dim, style.localize))
         self.result.blocks.append(site.name)
 
@@ -220,6 +209,9 @@ class _Parallelizer:
     def _put(self, site: _Site, module: nn.Module) -> None:
         if site.name in self.replaced:
             raise PlanError(f"the plan names {site.name!r} twice: once by itself and once through its block; keep one")
+        reason = why_not_plain(site.module, site.parent)
+        if reason is not None:
+            raise PlanError(f"the plan shards {site.name!r}, but {reason}; leave it out of the plan, or make it plain")
         module.train(site.module.training)
         setattr(site.parent, site.attribute, module)
         self.replaced[site.name] = module
@@ -229,7 +221,7 @@ class _Parallelizer:
         return _Site(name, self.model.get_submodule(name), parent)
 
     def _child(self, block: _Site, key: str, given: str | None, required: bool = True) -> _Site | None:
-        for name in (given,) if given else _NAMES[key]:
+        for name in (given,) if given else CHILD_NAMES[key]:
             if isinstance(getattr(block.module, name, None), nn.Linear):
                 return self._site(f"{block.name}.{name}")
         if not (required or given):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_ntp.comm.exchange import Exchange
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.parallel.random import LocalRandom
 
 
 @dataclass
@@ -19,6 +20,7 @@ class TensorParallelContext:
         degree: Degree of this replica now.
         slot: This member's slot now.
         exchange: Collectives of forward and backward inside the replica.
+        random: Random streams of this slot; in step with ``slot``.
     """
 
     nominal_degree: int
@@ -26,12 +28,14 @@ class TensorParallelContext:
     degree: int
     slot: int
     exchange: Exchange
+    random: LocalRandom = field(init=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.slot < self.degree <= self.nominal_degree:
             raise ConfigError(
                 f"slot={self.slot} of degree={self.degree} does not exist at tensor_parallel_size={self.nominal_degree}"
             )
+        self.random = LocalRandom(self.slot)
 
     @classmethod
     def at(

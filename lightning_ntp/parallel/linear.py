@@ -72,7 +72,11 @@ class ColumnParallelLinear(ParallelModule):
         elif self._is_ghost:  # the empty sum keeps this slot in the graph: its backward must join the collectives
             width = sum(segment.sizes[0] for segment in self.layout.segments)
             y = y.sum(dim=-1, keepdim=True).expand(*y.shape[:-1], width)
-        return gather_features(y, self.layout, self.context) if self.gather_output else y
+        if self.gather_output:
+            return gather_features(y, self.layout, self.context)
+        if self.training and self._entry is not None:  # a block's row-parallel layer ends the local region
+            self.context.random.enter(x.device)
+        return y
 
     def _pair_heads(self, y: Tensor) -> Tensor:
         degree, slot = self.context.degree, self.context.slot
@@ -119,6 +123,8 @@ class RowParallelLinear(ParallelModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., local in_features), or dense ones with ``split_input`` -> (..., out_features)."""
+        if self.training:
+            self.context.random.leave(x.device)
         if self.split_input:
             x = split_features(x, self.layout, self.context)
         elif self.weight.shape[1] == 0:

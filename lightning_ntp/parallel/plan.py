@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -42,7 +42,7 @@ class ParallelPlan:
         names = [name for name, _ in model.named_modules() if name]
         matched: dict[str, tuple[str, Style]] = {}
         for pattern, style in self.styles.items():
-            hits = [name for name in names if _regex(pattern).fullmatch(name)]
+            hits = matching(pattern, names)
             if not hits:
                 raise PlanError(f"plan pattern {pattern!r} names no module of the model{_suggest(pattern, names)}")
             for name in hits:
@@ -65,6 +65,12 @@ class ParallelPlan:
 def generalize(name: str) -> str:
     """A name with its numbers replaced by ``*``."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern stands for."""
+    regex = _regex(pattern)
+    return [name for name in names if regex.fullmatch(name)]
 
 
 def _regex(pattern: str) -> re.Pattern[str]:

@@ -3,13 +3,13 @@
 Lightning's own launcher makes that process rank 0, so that the job cannot outlive it. Ours runs the same command again
 for every rank, rank 0 included, and from then on only waits:
 
-* code before the first ``fit`` (or ``validate``, ``test``, ``predict``) runs in the members and, once, in the supervisor;
+* code before the first ``fit`` (``validate``, ``test``, ``predict``) runs in the members and, once, in the supervisor;
 * code after it runs in the members only: the supervisor ends with the job's exit code, inside ``fit``.
 
-The supervisor's Trainer never starts: no loggers, no callbacks, no ``setup``. The process ends by ``os._exit`` after its
-exit functions have run, because an exception, SystemExit too, would pass through Lightning's error handling, which calls
-the callbacks' ``on_exception`` and opens the loggers, and through the script's own handlers, which would go on as if
-``fit`` had failed there.
+The supervisor's Trainer never starts: no loggers, no callbacks, no ``setup``. The process ends by ``os._exit`` after
+its exit functions (``atexit``) have run; ``finally`` blocks around ``fit`` do not run there. An exception, SystemExit
+too, would pass through Lightning's error handling, which calls the callbacks' ``on_exception`` and closes loggers, and
+through the script's own handlers, which would go on as if ``fit`` had failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from lightning_ntp.compat import lightning as compat
 from lightning_ntp.errors import LaunchError
 from lightning_ntp.supervisor import Supervisor
 
-_WAY_OUT = "put the code into a file and run `python file.py` or `python -m lightning_ntp.run --nproc-per-node N file.py`"
+_WAY_OUT = (
+    "put the code into a file and run `python file.py` or `python -m lightning_ntp.run --nproc-per-node N file.py`"
+)
 
 
 class NTPLauncher(compat.subprocess_script_launcher()):
@@ -102,7 +104,7 @@ def _refuse_unrepeatable() -> None:
 
     spec = getattr(__main__, "__spec__", None)
     name = spec.name if spec else os.path.basename(sys.argv[0])
-    if spec is None and not hasattr(__main__, "__file__"):
+    if spec is None and not os.path.isfile(getattr(__main__, "__file__", "")):  # "<stdin>" is a value, too
         raise LaunchError(
             "strategy='ntp' runs the script again in every member, and code from `python -c` or standard input is not "
             f"in a file (sys.argv[0]={sys.argv[0]!r}): {_WAY_OUT}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ class SyncChannels:
         if not self.counts:
             total.zero_()
         self.control.all_reduce(total, tag="weight")
+        if not total:  # nobody had anything to count: all gradients are zero, and stay so
+            total.fill_(1.0)
 
 
 class Bucket:
@@ -69,21 +72,32 @@ class Bucket:
         degree, sync_degree = topology.degrees[replica], topology.sync_degree
         self.plan: SyncPlan = plan_sync(entries, degree, sync_degree, owner=number % sync_degree)
         self.in_place = topology.is_uniform and not one_owner and not _needs_reshard(layouts, degree)
-        first = params[0].parameter
-        self._buffer = torch.empty(sum(p.parameter.numel() for p in params), dtype=dtype, device=first.device)
-        parts = self._buffer.split([param.parameter.numel() for param in params])
-        self._gradients = [part.view(p.parameter.shape) for part, p in zip(parts, params, strict=True)]
-        self._rows = [_rows(gradient, layout) for gradient, layout in zip(self._gradients, layouts, strict=True)]
+        self._layouts, self._dtype, self._device = layouts, dtype, params[0].parameter.device
+        self._shapes = [param.parameter.shape for param in params]
         self._filled = [False] * len(params)
+
+    @cached_property
+    def _buffer(self) -> Tensor:
+        """Made when it is first needed: parameters that stay frozen cost nothing."""
+        return torch.empty(sum(shape.numel() for shape in self._shapes), dtype=self._dtype, device=self._device)
+
+    @cached_property
+    def _gradients(self) -> list[Tensor]:
+        parts = self._buffer.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    @cached_property
+    def _rows(self) -> list[Tensor]:
+        return [_rows(gradient, layout) for gradient, layout in zip(self._gradients, self._layouts, strict=True)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the local gradients."""
-        return self._buffer.nbytes
+        return sum(shape.numel() for shape in self._shapes) * self._dtype.itemsize
 
     def reset(self) -> None:
         """Start a new window: nothing collected yet. The memory may still be seen through ``.grad``."""
-        self._filled = [False] * len(self._gradients)
+        self._filled = [False] * len(self._shapes)
 
     def add(self, at: int, grad: Tensor, weight: float) -> None:
         """Collect ``weight * grad`` for the parameter at position ``at``."""

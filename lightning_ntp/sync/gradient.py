@@ -10,7 +10,8 @@ it was used anywhere is known only after the vote.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,9 @@ class GradientSync:
         reduce_dtype: Precision of the sum; float32, or the parameter's own if wider, if not given.
         equal_copies: Slots of a replica compute bitwise equal gradients of replicated parameters, so each may sum its
             own copy. Otherwise one slot sums and hands out.
+
+    Attributes:
+        num_syncs: How many windows were summed: a vote is stale once this has grown.
     """
 
     def __init__(
@@ -59,14 +63,15 @@ class GradientSync:
         equal_copies: bool = True,
     ) -> None:
         self._lane, self._channels = lane, channels
-        self._params = [param for param in model.parameters() if param.parameter.requires_grad]
+        self._params = [param for param in model.parameters() if param.parameter.is_floating_point()]
         self._buckets = _build_buckets(
             self._params, topology, rank, channels, reduce_dtype, int(bucket_cap_mb * MEBIBYTE), equal_copies
         )
         self._place = {index: (bucket, at) for bucket in self._buckets for at, index in enumerate(bucket.indices)}
         self._used = [False] * len(self._params)
+        self.num_syncs = 0
         self._carried: dict[int, Tensor] = {}
-        self._weight, self._total, self._syncing = 1.0, None, True
+        self._weight, self._total, self._ends_window, self._paused = 1.0, None, True, 0
         self._start_window()
         self._start_backward()
         self._handles = [
@@ -80,12 +85,25 @@ class GradientSync:
 
         Args:
             weight: Factor of its gradients. With 0 they are dropped, not multiplied: 0 x NaN would poison the sum.
-            sync: Whether it is the window's last: its end sums the window over the replicas.
+            sync: Whether it is the window's last: its end sums the window over the replicas (unless ``paused``).
             total: 0-dim tensor, this member's sum of weights of the window, if weights are counts (tokens): the sum is
                 then divided by the total over the replicas. Only read at the window's last backward.
         """
-        self._weight, self._syncing, self._total = weight, sync, total
+        self._weight, self._ends_window, self._total = weight, sync, total
         self._start_backward()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes inside only collect; the next one outside sums them too."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @property
+    def _syncing(self) -> bool:
+        return self._ends_window and not self._paused
 
     def flush(self) -> None:
         """Sum now, without a backward: for a member that had none in this window while its peers sync."""
@@ -123,7 +141,11 @@ class GradientSync:
             grad, parameter.grad = parameter.grad, None
             self._collect(index, grad)
 
-        return parameter.register_hook(set_aside), parameter.register_post_accumulate_grad_hook(collect)
+        frozen = not parameter.requires_grad
+        parameter.requires_grad_(True)  # a frozen parameter takes no hooks, and may be unfrozen later
+        handles = parameter.register_hook(set_aside), parameter.register_post_accumulate_grad_hook(collect)
+        parameter.requires_grad_(not frozen)
+        return handles
 
     def _set_aside(self, index: int) -> None:
         """Save a gradient that an earlier backward synced: autograd must not add to it, nor the bucket reuse its memory."""
@@ -180,6 +202,7 @@ class GradientSync:
         try:
             self._lane.drain()
             self._hand_out()
+            self.num_syncs += 1
         finally:
             self._start_window()
             self._start_backward()
@@ -206,7 +229,11 @@ def _build_buckets(
 ) -> tuple[Bucket, ...]:
     dtypes = [reduce_dtype_of(param.parameter, reduce_dtype) for param in params]
     sizes = [
-        ParameterSize(param.layout, param.dense_numel * dtype.itemsize, (dtype, param.parameter.device))
+        ParameterSize(
+            param.layout,
+            param.dense_numel * dtype.itemsize,
+            (dtype, param.parameter.device, param.parameter.requires_grad),  # frozen ones apart: they do not travel
+        )
         for param, dtype in zip(params, dtypes, strict=True)
     ]
     return tuple(

@@ -9,6 +9,7 @@ from typing import Any
 from tests.support.zygote_messages import ERROR, RESULT, RankEnd, RankError, Request, RunEnd, unpack
 
 _TAIL_LINES = 60
+_FRAMES = 12
 # What a rank says when *another* rank is the cause. Only the order of display depends on it.
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|read error|write error|pair closure|timed out waiting|gloo", re.I
@@ -94,9 +95,17 @@ def _exception(error: RankError | None) -> BaseException | None:
 def _output(rank: int, directory: str) -> list[str]:
     sections = []
     for name, suffix in (("stdout", "out"), ("stderr", "err")):
-        file = Path(directory) / f"rank{rank}.{suffix}"
-        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        lines = _read(directory, rank, suffix).splitlines()
         if lines:
             sections.append(f"----- rank {rank} {name} (last {_TAIL_LINES} lines at most) -----")
             sections += lines[-_TAIL_LINES:]
+    stacks = _read(directory, rank, "stacks").strip()
+    if stacks:
+        sections.append(f"----- rank {rank} stacks (innermost {_FRAMES} frames of each thread) -----")
+        sections += ["\n".join(thread.splitlines()[: _FRAMES + 1]) for thread in stacks.split("\n\n")]
     return sections
+
+
+def _read(directory: str, rank: int, suffix: str) -> str:
+    file = Path(directory) / f"rank{rank}.{suffix}"
+    return file.read_text(errors="replace") if file.exists() else ""

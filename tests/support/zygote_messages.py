@@ -24,7 +24,7 @@ class Request:
 
     Attributes:
         arguments: Positional arguments after rank, world size and store address, packed.
-        directory: Folder of this run; holds ``rank{r}.out`` and ``rank{r}.err``, and is the default working directory.
+        directory: Folder of this run; holds ``rank{r}.out``, ``.err``, ``.stacks``; the default working directory.
         expect_exit: Exit codes (negative: signals) of ranks that must not return a result.
     """
 

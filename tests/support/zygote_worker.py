@@ -102,11 +102,12 @@ def _redirect_output(directory: str, rank: int) -> None:
 def _settle_in(request: Request, rank: int, store_address: str) -> None:
     processes.die_with_parent()
     os.setsid()
-    faulthandler.enable()
+    stacks = os.open(f"{request.directory}/rank{rank}.stacks", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    faulthandler.enable(stacks)
     # Two ways to a stack: the signal serves a rank that is stopped after a failure elsewhere, but a Trainer that ends
     # resets all signal handlers; the timer needs no signal and serves the time limit.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    faulthandler.dump_traceback_later(request.timeout_s)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    faulthandler.dump_traceback_later(request.timeout_s, file=stacks)
     for name, value in (environment(rank, request.num_ranks, store_address) | request.env).items():
         if value is None:
             os.environ.pop(name, None)

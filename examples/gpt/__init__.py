@@ -1,0 +1,1 @@
+"""The small GPT of the example: model, text, settings, training module, report."""

@@ -1,0 +1,91 @@
+"""How fast the run was, and the table at its end."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+
+from gpt.parallel import Replica
+
+
+class Stopwatch(Callback):
+    """Counts optimizer steps and the seconds they took, validation not included."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self._since = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.steps = trainer.global_step
+        self._since = time.perf_counter()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seconds += time.perf_counter() - self._since
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._since = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seconds += time.perf_counter() - self._since
+        self.steps = trainer.global_step - self.steps
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the run's metrics file says.
+
+    Attributes:
+        first_loss: Training loss of the first optimizer step, nats a byte.
+        last_loss: Training loss of the last one.
+        val_loss: Loss of the last validation.
+    """
+
+    first_loss: float
+    last_loss: float
+    val_loss: float
+
+
+def read_outcome(metrics: Path) -> Outcome:
+    """Read the losses from ``metrics.csv``: the file, unlike a process, saw the run from its first step on.
+
+    Raises:
+        ValueError: if the file lacks a column or has no value in it.
+    """
+    with metrics.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = {name: [float(row[name]) for row in rows if row.get(name)] for name in ("train_loss", "val_loss")}
+    for name, values in columns.items():
+        if not values:
+            raise ValueError(f"{metrics} has no value of {name}: the run ended before its first one")
+    return Outcome(columns["train_loss"][0], columns["train_loss"][-1], columns["val_loss"][-1])
+
+
+def print_report(
+    replicas: Sequence[Replica], outcome: Outcome, facts: dict[str, Any], console: Console | None = None
+) -> None:
+    """Print who took which share, then the losses and ``facts``, a line each."""
+    console = console or Console()
+    total = sum(replica.share for replica in replicas)
+    who = Table(title="replicas", title_justify="left")
+    for heading in ("replica", "degree", "share", "of the global batch"):
+        who.add_column(heading, justify="left" if heading == "replica" else "right")
+    for replica in replicas:
+        who.add_row(replica.name, str(replica.degree), str(replica.share), f"{replica.share / total:.1%}")
+    what = Table(title="run", title_justify="left", show_header=False)
+    losses = {
+        "first loss": f"{outcome.first_loss:.3f} nats a byte",
+        "last loss": f"{outcome.last_loss:.3f} nats a byte",
+        "validation loss": f"{outcome.val_loss:.3f} nats a byte",
+    }
+    for name, value in (losses | facts).items():
+        what.add_row(name, str(value))
+    console.print(who, what)

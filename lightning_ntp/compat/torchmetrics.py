@@ -1,0 +1,43 @@
+"""The private parts of torchmetrics that this package uses, each behind a check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchmetrics import Metric
+from torchmetrics import __version__ as version
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_ntp.errors import UnsupportedError
+
+_COUNTERS = ("_update_count", "_computed", "_forward_cache")
+
+
+def metric_snapshot(metric: Metric) -> dict[str, Any]:
+    """A copy of all that an ``update`` changes in a metric.
+
+    Raises:
+        UnsupportedError: if this torchmetrics keeps it elsewhere.
+    """
+    if not hasattr(metric, "_defaults"):
+        raise UnsupportedError(f"torchmetrics {version} keeps metric states in another way")
+    names = [*metric._defaults, *(name for name in _COUNTERS if hasattr(metric, name))]
+    return {name: _copy(getattr(metric, name)) for name in names}
+
+
+def restore_metric(metric: Metric, snapshot: dict[str, Any]) -> None:
+    """Put a metric back to where ``metric_snapshot`` found it."""
+    for name, value in snapshot.items():
+        setattr(metric, name, _copy(value))
+
+
+def gather_all(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """Tensors of all members of ``group``, in rank order; their shapes may differ."""
+    return gather_all_tensors(tensor, group)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value

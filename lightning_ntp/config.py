@@ -1,0 +1,151 @@
+"""The arguments of the strategy, checked when they are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from lightning_ntp.errors import ConfigError
+
+GlobalBatch = Literal["constant", "shrink"]
+ReduceDtype = Literal["float32", "float64", "bfloat16"]
+
+REDUCE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """All time limits, in seconds; checked against each other.
+
+    Attributes:
+        shutdown_grace_s: After one member has failed, how long the launcher lets the others end by themselves.
+        start_s: How long a member waits for the store and for its peers at start.
+        collective_s: How long a collective may wait for a peer.
+
+    Raises:
+        ConfigError: unless 0 < shutdown_grace_s < start_s <= collective_s.
+    """
+
+    shutdown_grace_s: float = 5.0
+    start_s: float = 300.0
+    collective_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.shutdown_grace_s < self.start_s <= self.collective_s < math.inf:
+            raise ConfigError(
+                f"timeouts: shutdown_grace_s={self.shutdown_grace_s}, start_s={self.start_s}, "
+                f"collective_s={self.collective_s} must be positive and in this order: "
+                "shutdown_grace_s < start_s <= collective_s"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NTPConfig:
+    """What a user can choose. ``NTPStrategy`` documents each; here they are checked.
+
+    Raises:
+        ConfigError: names the argument, its value and the way out.
+    """
+
+    data_parallel_size: int | Literal["auto"] = "auto"
+    tensor_parallel_size: int | Literal["auto"] = "auto"
+    degrees: tuple[int, ...] | None = None
+    min_tensor_parallel_size: int | None = None
+    global_batch: GlobalBatch = "constant"
+    shares: tuple[int, ...] | None = None
+    max_micro_batch: int | None = None
+    bucket_cap_mb: float = 25.0
+    grad_reduce_dtype: ReduceDtype | None = None
+    fault_tolerance: bool = False
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        for name in ("data_parallel_size", "tensor_parallel_size"):
+            if getattr(self, name) != "auto":
+                _check_count(name, getattr(self, name), "a whole number of at least 1, or 'auto'")
+        for name in ("min_tensor_parallel_size", "max_micro_batch"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), "a whole number of at least 1, or None")
+        for degree in self.degrees or ():
+            _check_count("degrees", degree, "a list of whole numbers of at least 1, e.g. [4, 3]")
+        _check_choice("global_batch", self.global_batch, ("constant", "shrink"))
+        _check_choice("grad_reduce_dtype", self.grad_reduce_dtype, (None, *REDUCE_DTYPES))
+        if not (isinstance(self.bucket_cap_mb, (int, float)) and 0 < self.bucket_cap_mb < math.inf):
+            raise ConfigError(f"bucket_cap_mb={self.bucket_cap_mb!r} must be a positive number of mebibytes, e.g. 25")
+        if self.fault_tolerance:
+            raise ConfigError(
+                "fault_tolerance=True: live recovery is not part of this version; leave it False and restart from a "
+                "checkpoint, at any degrees"
+            )
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        return None if self.grad_reduce_dtype is None else REDUCE_DTYPES[self.grad_reduce_dtype]
+
+    def resolve_degrees(self, num_devices: int, num_nodes: int) -> tuple[tuple[int, ...], int]:
+        """Degrees of all replicas and the nominal degree, for a job of ``num_devices`` members.
+
+        Raises:
+            ConfigError: if the sizes do not fit the devices.
+        """
+        if self.degrees is not None:
+            return self._given_degrees(self.degrees, num_devices)
+        tensor, data = self.tensor_parallel_size, self.data_parallel_size
+        if tensor == "auto":
+            tensor = num_devices // (data if data != "auto" else num_nodes)
+        if data == "auto":
+            data = num_devices // max(tensor, 1)
+        if tensor < 1 or tensor * data != num_devices:
+            raise ConfigError(
+                f"data_parallel_size={data} x tensor_parallel_size={tensor} is not the number of devices, "
+                f"{num_devices}: change one of them, or pass degrees=[...] whose sum is {num_devices}"
+            )
+        return (tensor,) * data, tensor
+
+    def _given_degrees(self, degrees: Sequence[int], num_devices: int) -> tuple[tuple[int, ...], int]:
+        nominal = max(degrees, default=0) if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
+        shown = list(degrees)
+        if sum(degrees) != num_devices or not degrees:
+            raise ConfigError(
+                f"degrees={shown} sum to {sum(degrees)}, but the Trainer has {num_devices} devices: pass "
+                f"devices={sum(degrees)}, or degrees that sum to {num_devices}"
+            )
+        if self.data_parallel_size not in ("auto", len(degrees)):
+            raise ConfigError(
+                f"degrees={shown} are {len(degrees)} replicas, but data_parallel_size={self.data_parallel_size}: "
+                "drop one of the two arguments"
+            )
+        if max(degrees) > nominal:
+            raise ConfigError(
+                f"degrees={shown}: {max(degrees)} is above tensor_parallel_size={nominal}, the nominal degree; raise it"
+            )
+        return tuple(degrees), nominal
+
+    def lowest_degree(self, nominal_degree: int, degrees: Sequence[int]) -> int:
+        """The lowest degree that a replica may reach: as given, 3/4 of nominal, or lower if the job starts lower.
+
+        Raises:
+            ConfigError: if the given one is above nominal.
+        """
+        lowest = self.min_tensor_parallel_size
+        if lowest is None:
+            lowest = max(1, math.ceil(nominal_degree * 3 / 4))
+        elif lowest > nominal_degree:
+            raise ConfigError(
+                f"min_tensor_parallel_size={lowest} is above the nominal degree, tensor_parallel_size={nominal_degree}"
+            )
+        return min(lowest, *degrees)
+
+
+def _check_count(name: str, value: Any, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r} must be {expected}")
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")

@@ -1,0 +1,131 @@
+"""What does not work with nonuniform tensor parallelism is refused at start, with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import callbacks
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ntp.errors import UnsupportedError
+
+SUPPORTED_PRECISION = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+
+# Updates of these are not elementwise: a slot would need the whole matrix, or steps several times on one gradient.
+_NOT_ELEMENTWISE = ("Adafactor", "Muon", "LBFGS", "SparseAdam", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "SOAP", "KFAC")
+
+
+def check_precision(plugin: Precision) -> None:
+    """Refuse precisions whose state would differ between slots.
+
+    Raises:
+        UnsupportedError: for anything but 32-true, 64-true, bf16-mixed and bf16-true.
+    """
+    name = getattr(plugin, "precision", type(plugin).__name__)
+    known = type(plugin) in (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+    if known and name in SUPPORTED_PRECISION:
+        return
+    if str(name).startswith("16"):
+        reason = "float16 needs a loss scaler that all members agree on"
+    else:
+        reason = "it replaces layers or keeps state that is not sharded"
+    raise UnsupportedError(
+        f"precision={name!r} is not supported: {reason}; choose one of {', '.join(map(repr, SUPPORTED_PRECISION))}"
+    )
+
+
+def check_callbacks(installed: Sequence[Any]) -> None:
+    """Refuse callbacks that keep a second copy of the weights.
+
+    Raises:
+        UnsupportedError: names the callback.
+    """
+    averaging = [getattr(callbacks, name, None) for name in ("StochasticWeightAveraging", "WeightAveraging")]
+    for callback in installed:
+        if isinstance(callback, tuple(kind for kind in averaging if kind is not None)):
+            raise UnsupportedError(
+                f"callback {type(callback).__name__} copies the whole model, but every member holds only its part: remove "
+                "it and average saved checkpoints instead"
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    """Refuse optimizers that need whole matrices, and parameters that are no part of the model.
+
+    Raises:
+        UnsupportedError: names the optimizer or the parameter group.
+    """
+    known = set(module.parameters())
+    for number, optimizer in enumerate(optimizers):
+        name = type(optimizer).__name__
+        if any(word in name for word in _NOT_ELEMENTWISE):
+            raise UnsupportedError(
+                f"optimizer {number} is a {name}, whose update of one element depends on others: on a slot's part of a matrix "
+                "it would be silently wrong; use AdamW, Adam, SGD or another elementwise optimizer"
+            )
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter not in known:
+                    raise UnsupportedError(
+                        f"optimizer {number} ({name}), parameter group {index}: a parameter of shape "
+                        f"{tuple(parameter.shape)} is no part of the model after sharding; build the optimizer in "
+                        "configure_optimizers from self.parameters(), and register every parameter in the module"
+                    )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse Trainer options that cannot work.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    check_callbacks(trainer.callbacks)
+    if getattr(trainer, "sync_batchnorm", False):
+        raise UnsupportedError("sync_batchnorm=True is not supported: its groups would count every slot of a replica")
+
+
+def warn_of_single_replica(num_replicas: int) -> None:
+    """One replica has no peer that holds the same weights."""
+    if num_replicas == 1:
+        rank_zero_warn(
+            "data_parallel_size=1: with a single replica nobody else holds a member's part of the model, so a sudden loss "
+            "cannot be recovered from a peer, only from a checkpoint; use two replicas or more"
+        )
+
+
+def check_no_reentrant_checkpointing(loss: Tensor) -> None:
+    """Refuse reentrant activation checkpointing: its inner backward passes end in the middle of the outer one.
+
+    Raises:
+        UnsupportedError: if the loss's graph contains one.
+    """
+    seen: set[Any] = set()
+    pending = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise UnsupportedError(
+                "reentrant activation checkpointing is not supported: gradients would be synced in the middle of a backward "
+                "pass; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        pending.extend(edge for edge, _ in node.next_functions)
+
+
+def check_unsharded(module: nn.Module) -> None:
+    """Refuse a compiled LightningModule.
+
+    Raises:
+        UnsupportedError: if ``torch.compile`` was applied to it.
+    """
+    if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiler_ctx", None) is not None:
+        raise UnsupportedError(
+            "torch.compile of the model is not supported: the parallel layers' collectives are not traced; remove it"
+        )

@@ -1,0 +1,133 @@
+"""Numbers that users log: one vote a replica, weighted by samples.
+
+The slots of a replica compute the same values; counting each would favour the replicas of higher degree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torchmetrics import Metric
+
+from lightning_ntp.comm.exchange import Exchange
+from lightning_ntp.compat import lightning as compat
+from lightning_ntp.compat.torchmetrics import gather_all, metric_snapshot, restore_metric
+from lightning_ntp.engine import Member
+from lightning_ntp.errors import ConfigError
+
+_NAMES = {ReduceOp.SUM: "sum", ReduceOp.AVG: "mean", ReduceOp.MIN: "min", ReduceOp.MAX: "max"}
+_IDENTITY = {"sum": 0.0, "min": torch.inf, "max": -torch.inf}
+
+
+class ReplicaReducer:
+    """Reduces values over the replicas.
+
+    Args:
+        member: This member.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._control: Exchange = member.control
+        self._samples: float | None = None
+
+    @contextmanager
+    def weighted_by(self, samples: int) -> Iterator[None]:
+        """Means inside count this replica's value ``samples`` times (not at all at 0); elsewhere once."""
+        self._samples = float(samples)
+        try:
+            yield
+        finally:
+            self._samples = None
+
+    def reduce(self, tensor: Tensor, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
+        """Reduce a tensor of any shape over the replicas; the result has its device and, but for means of whole numbers, dtype.
+
+        Raises:
+            ConfigError: for an operation other than mean, sum, min and max.
+        """
+        name = _operation(reduce_op)
+        # float64 holds whole numbers up to 2**53 exactly, so one path serves counts and losses.
+        value = tensor.detach().to("cpu", torch.float64).contiguous().clone()
+        if name == "mean":
+            return self._mean(value).to(tensor.device, tensor.dtype if tensor.is_floating_point() else torch.float32)
+        if self._member.slot != 0 or self._samples == 0:
+            value = torch.full_like(value, _IDENTITY[name])
+        return self._control.all_reduce(value, op=name, tag="metrics").to(tensor.device, tensor.dtype)
+
+    def _mean(self, value: Tensor) -> Tensor:
+        weight = (1.0 if self._samples is None else self._samples) if self._member.slot == 0 else 0.0
+        # Not multiplied where it does not count: a dummy's value may be NaN.
+        flat = value.flatten() * weight if weight else torch.zeros(value.numel(), dtype=value.dtype)
+        summed = self._control.all_reduce(torch.cat([flat, flat.new_tensor([weight])]), tag="metrics")
+        return (summed[:-1] / summed[-1]).view(value.shape)
+
+    def decide(self, decision: bool, all_agree: bool) -> bool:
+        """Whether all members (or any) decided yes."""
+        ayes = self._control.all_reduce(torch.tensor([float(bool(decision))]), tag="decision")
+        return bool(ayes == self._control.size) if all_agree else bool(ayes > 0)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """One tensor of each replica, in replica order; shapes may differ."""
+        if self._control.size == 1:
+            return [tensor]
+        everyone = gather_all(tensor.detach().cpu().contiguous(), self._control.handle.process_group)
+        topology = self._member.topology
+        return [everyone[topology.rank(replica, 0)].to(tensor.device) for replica in range(topology.num_replicas)]
+
+    def adopt_metrics(self, module: nn.Module) -> None:
+        """Let the torchmetrics of a module gather one state a replica."""
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.process_group is None:
+                metric.dist_sync_fn = partial(_gather_states, self)
+                metric.distributed_available_fn = partial(_is_distributed, self._member)
+
+
+def _gather_states(reducer: ReplicaReducer, state: Tensor, group: Any = None) -> list[Tensor]:
+    return reducer.gather(state)
+
+
+def _is_distributed(member: Member) -> bool:
+    return member.topology.num_replicas > 1
+
+
+def _operation(reduce_op: ReduceOp | str | None) -> str:
+    name = reduce_op.lower() if isinstance(reduce_op, str) else _NAMES.get(reduce_op, "sum" if reduce_op is None else "")
+    name = "mean" if name == "avg" else name
+    if name not in ("mean", *_IDENTITY):
+        raise ConfigError(f"reduce_op={reduce_op!r} is not known: use 'mean', 'sum', 'min' or 'max'")
+    return name
+
+
+@contextmanager
+def leave_no_trace(trainer: Any, module: nn.Module) -> Iterator[None]:
+    """Undo what a dummy step adds to logged values, torchmetrics and module buffers (running statistics).
+
+    A key that the step logs for the first time stays, at its initial value: all members must sync the same keys.
+    """
+    logged = compat.logged_results(trainer)
+    values = {key: metric_snapshot(metric) for key, metric in logged.items()}
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    states = [metric_snapshot(metric) for metric in metrics]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    yield
+    for key, result in logged.items():
+        if key in values:
+            forward_cache = result._forward_cache
+            restore_metric(result, values[key])
+            result._forward_cache = forward_cache  # what the step shows, already weighted over the replicas
+        elif result.is_tensor:
+            forward_cache = result._forward_cache
+            result.reset()
+            result._forward_cache = forward_cache
+    for metric, state in zip(metrics, states, strict=True):
+        restore_metric(metric, state)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
