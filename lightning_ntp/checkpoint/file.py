@@ -21,7 +21,7 @@ def save_file(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write ``checkpoint`` to ``path`` with ``torch.save``; the leader alone calls it.
 
     A local file is written under another name in the same folder, flushed to the disk, and then takes the place of an
-    older one in a single step, so a crash or a full disk at any moment leaves the older one as it was. What such a crash
+    older one in a single step, so a crash or a full disk at any moment leaves the older one as it was. What a crash
     leaves behind, ``.NAME.*.tmp``, is deleted by the next save to the same path. A URL goes through fsspec, as in
     Lightning, with the guarantees of its file system.
 
@@ -51,8 +51,8 @@ def save_file(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
 def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
     """Read a checkpoint into host memory; every member may call it.
 
-    The tensors of a local file are mapped, not copied: what a member does not touch costs it nothing, and the members of
-    a machine share what they touch.
+    The tensors of a local file are mapped, not copied: what a member does not touch costs it nothing, and the members
+    of a machine share what they touch.
 
     Args:
         path: A file that ``save_file``, plain Lightning or ``torch.save`` wrote, or a URL of one.
@@ -67,7 +67,7 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
     file = Path(path)
     if file.is_dir():
         raise CheckpointError(
-            f"{str(file)!r} is a folder, such as a strategy with sharded checkpoints writes: turn it into one file with "
+            f"{str(file)!r} is a folder, such as strategies with sharded checkpoints write: turn it into one file with "
             f"`python -m lightning.fabric.utilities.consolidate_checkpoint {file}`"
         )
     try:
@@ -76,11 +76,12 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
         raise CheckpointError(f"cannot read the checkpoint {str(file)!r}: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"cannot read the checkpoint {str(file)!r} with weights_only={weights_only}: {error}. If it is whole and you "
-            "trust its source, pass weights_only=False"
+            f"cannot read the checkpoint {str(file)!r} with weights_only={weights_only}: {error}. If it is whole and "
+            "you trust its source, pass weights_only=False"
         ) from error
     except (RuntimeError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{str(file)!r} is damaged or not a checkpoint: {error or type(error).__name__}") from error
+        reason = str(error) or type(error).__name__
+        raise CheckpointError(f"{str(file)!r} is damaged or not a checkpoint: {reason}") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{str(file)!r} holds a {type(loaded).__name__}, not the dict that a checkpoint is")
     return loaded
@@ -127,13 +128,13 @@ def _explained(target: Path) -> Iterator[None]:
         cause = _system_error(error) or error
         reason = cause.strerror or cause if isinstance(cause, OSError) else cause
         raise CheckpointError(
-            f"cannot write the checkpoint {str(target)!r}: {reason}. An older file of that name is as it was; free space "
-            "or choose another folder (default_root_dir, or dirpath of ModelCheckpoint)"
+            f"cannot write the checkpoint {str(target)!r}: {reason}. An older file of that name is as it was; free "
+            "space or choose another folder (default_root_dir, or dirpath of ModelCheckpoint)"
         ) from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"cannot write the checkpoint {str(target)!r}: an object in it cannot be pickled: {error}. Keep such objects "
-            "out of save_hyperparameters() and on_save_checkpoint"
+            f"cannot write the checkpoint {str(target)!r}: an object in it cannot be pickled: {error}. Keep such "
+            "objects out of save_hyperparameters() and on_save_checkpoint"
         ) from error
 
 

@@ -89,7 +89,7 @@ def owned_runs(layout: Sharded, degree: int, slot: int) -> tuple[Run, ...]:
 
 
 def cut_local(dense: Tensor, layout: ParameterLayout, context: TensorParallelContext) -> Tensor:
-    """A slot's part of a dense tensor to copy from: a view where its rows are neighbours, so a mapped file stays one."""
+    """A slot's part of a dense tensor, to copy from: a view where its rows are neighbours, which costs no memory."""
     if isinstance(layout, Replicated):
         return dense
     runs = merge_rows(layout.pieces(context.degree, context.slot))
@@ -115,8 +115,8 @@ def agree(parts: Sequence[Part], problems: Sequence[str], context: TensorParalle
         raise CheckpointError("another slot of this replica cannot save its part: see its own error")
     if largest != -smallest:
         raise CheckpointError(
-            "the slots of this replica hold different sets of tensors, so they cannot be put together: a state_dict() or "
-            "an optimizer that depends on the rank must give the same keys on every slot"
+            "the slots of this replica hold different sets of tensors, so they cannot be put together: a state_dict() "
+            "or an optimizer that depends on the rank must give the same keys on every slot"
         )
 
 

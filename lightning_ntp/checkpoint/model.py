@@ -52,9 +52,9 @@ def gather_model_state(model: ParallelModel, topology: Topology, rank: int) -> d
 def load_model_state(model: ParallelModel, dense_state: Mapping[str, Any], strict: bool = True) -> None:
     """Copy this slot's part of a dense ``state_dict`` into the model, in place: parameters keep their identity.
 
-    Goes through ``model.module.load_state_dict``, with sharded entries cut to the slot, so hooks, buffers and extra state
-    work as in the dense model. A hook that renames a sharded parameter on loading is not followed: its entry is not cut
-    and is refused for its shape.
+    Goes through ``model.module.load_state_dict``, with sharded entries cut to the slot, so overrides, hooks, buffers and
+    extra state work as in the dense model. What is lost: a hook or override that renames a sharded parameter on loading
+    is not followed, so its entry is not cut and is refused for its shape.
 
     Args:
         model: This member's part of the model.
@@ -123,7 +123,7 @@ def _sharded_parts(model: ParallelModel, state: Mapping[str, Any]) -> tuple[dict
 def _check_shapes(
     model: ParallelModel, dense_state: Mapping[str, Any], named: Mapping[str, ParallelParameter], strict: bool
 ) -> None:
-    """Refuse a sharded entry that is not the whole tensor: a part of the right size by chance would be loaded as such."""
+    """Refuse a sharded entry that is not the whole tensor: one of a part's size would be loaded without a word."""
     wrong = {
         key: f"{key} is {_shape(dense_state[key])} in the file, {tuple(parameter.dense_shape)} in the model"
         for key, parameter in named.items()

@@ -65,8 +65,8 @@ def load_optimizer_state(model: ParallelModel, optimizer: Optimizer, dense_state
         dense_state: The same on every member.
 
     Raises:
-        CheckpointError: if the parameter groups differ in number or size, a state belongs to no parameter, or a state of
-            a sharded parameter is neither of the dense shape nor a scalar. Nothing has been changed then.
+        CheckpointError: if the parameter groups differ in number or size, a state belongs to no parameter, or a state
+            of a sharded parameter is neither of the dense shape nor a scalar. Nothing has been changed then.
     """
     _check_groups(optimizer, dense_state)
     sharded, problems = _sharded(model, optimizer, dense_state), []
@@ -131,9 +131,9 @@ def _kind(value: Any, shape: torch.Size) -> str:
 def _misfit(optimizer: Optimizer, key: str, value: Any, parameter: ParallelParameter, shape: torch.Size) -> str:
     found = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__} of tensors"
     return (
-        f"{type(optimizer).__name__} has the state {key!r} of shape {found} for the sharded parameter {parameter.name!r}, "
-        f"whose shape there is {tuple(shape)}: only states of the parameter's shape and scalars can be put into another "
-        "layout; use an elementwise optimizer (AdamW, SGD), or replicate that parameter in the plan"
+        f"{type(optimizer).__name__} has the state {key!r} of shape {found} for the sharded parameter "
+        f"{parameter.name!r}, whose shape there is {tuple(shape)}: only states of the parameter's shape and scalars can "
+        "be put into another layout; use an elementwise optimizer (AdamW, SGD), or replicate that parameter in the plan"
     )
 
 
@@ -144,8 +144,8 @@ def _check_groups(optimizer: Optimizer, dense_state: Mapping[str, Any]) -> None:
     present = [len(group["params"]) for group in optimizer.param_groups]
     if saved != present:
         raise CheckpointError(
-            f"the saved optimizer has parameter groups of {saved} parameters, {type(optimizer).__name__} has {present}: "
-            "build the optimizer as in the run that saved, or load the weights alone"
+            f"the saved optimizer has parameter groups of {saved} parameters, {type(optimizer).__name__} has {present}"
+            ": build the optimizer as in the run that saved, or load the weights alone"
         )
 
 

@@ -11,10 +11,13 @@ anything else          rank 0 hosts it at ``MASTER_ADDR:MASTER_PORT`` (SLURM, pr
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_ntp.errors import ConfigError, LaunchError
@@ -53,6 +56,52 @@ def connect_store(env: Mapping[str, str] = os.environ, timeout_s: float = 300.0)
     return TCPStore(
         host, port, world_size, is_master=rank == 0, wait_for_workers=False, timeout=timeout, multi_tenant=True
     )
+
+
+def join_world(
+    backend: str,
+    connect: Callable[[], Store],
+    rank: int,
+    world_size: int,
+    *,
+    timeout_s: float,
+    device: torch.device,
+) -> None:
+    """Build the default process group of all members, unless this process is in one already (an earlier Trainer).
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``.
+        connect: Gives the job's store.
+        rank: This member's.
+        world_size: Number of members.
+        timeout_s: Of every collective, in seconds.
+        device: Where its tensors live.
+
+    Raises:
+        LaunchError: if the group that is there already has another size.
+    """
+    if dist.is_initialized():
+        if dist.get_world_size() != world_size:
+            raise LaunchError(
+                f"this process is in a group of {dist.get_world_size()} members already, but the Trainer asks for "
+                f"{world_size}: use the same number of devices in every Trainer of a script"
+            )
+        return
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("ntp/world", connect()),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if backend == "nccl" else None,
+    )
+    # A process that ends with its groups alive may be aborted by a communication thread.
+    atexit.register(_leave_world)
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def check_world_size(num_members: int, env: Mapping[str, str] = os.environ) -> None:

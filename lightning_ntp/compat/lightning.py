@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning
@@ -118,3 +119,24 @@ def zero_grad_progress(trainer: Any) -> Any:
     """The loop's counter of ``zero_grad`` calls."""
     return trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
 
+
+
+def batch_on_device(trainer: Any, batch: Any) -> Any:
+    """A batch as the training loop hands it to ``training_step``."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return private("lightning.pytorch.trainer.call", "_call_strategy_hook")(
+        trainer, "batch_to_device", batch, dataloader_idx=0
+    )
+
+
+@contextmanager
+def logging_for(trainer: Any, batch: Any) -> Iterator[None]:
+    """Let ``self.log`` find its batch size in ``batch`` instead of the loop's own batch."""
+    results = trainer._results
+    before = results.batch, results.batch_size
+    results.batch, results.batch_size = batch, None
+    try:
+        yield
+    finally:
+        results.batch, results.batch_size = before

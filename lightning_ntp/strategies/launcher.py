@@ -26,7 +26,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_ntp.compat import lightning as compat
 from lightning_ntp.errors import LaunchError
-from lightning_ntp.supervisor import Supervisor
+from lightning_ntp.supervisor import AllOrNothing, Supervisor
 
 _WAY_OUT = (
     "put the code into a file and run `python file.py` or `python -m lightning_ntp.run --nproc-per-node N file.py`"
@@ -44,6 +44,7 @@ class NTPLauncher(compat.subprocess_script_launcher()):
         num_processes: Members on this machine.
         num_nodes: Machines of the job; only one can be started from here.
         seats: Names of the members for the reader, by rank, such as ``r1.s3``.
+        grace_s: After one member has failed, how long the others may take to end, in seconds.
 
     Raises:
         LaunchError: in a notebook or REPL, where there is no script to run again.
@@ -55,9 +56,11 @@ class NTPLauncher(compat.subprocess_script_launcher()):
         num_processes: int,
         num_nodes: int = 1,
         seats: Sequence[str] = (),
+        grace_s: float = 5.0,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self.seats = seats
+        self.grace_s = grace_s
         if not cluster_environment.creates_processes_externally:
             _refuse_interactive()
             # One past the last rank: Lightning gives ranks above 0 dummy loggers, so that `logger.experiment` before
@@ -84,7 +87,13 @@ class NTPLauncher(compat.subprocess_script_launcher()):
                 "or let torchrun or SLURM start the processes on every machine"
             )
         command, working_directory = _hydra_command() if _in_hydra_job() else (compat.script_command(), None)
-        supervisor = Supervisor(command, self.num_processes, cwd=working_directory, seats=self.seats)
+        supervisor = Supervisor(
+            command,
+            self.num_processes,
+            cwd=working_directory,
+            seats=self.seats,
+            policy=AllOrNothing(grace_s=self.grace_s),
+        )
         _flush()
         _end_process(supervisor.run())
 

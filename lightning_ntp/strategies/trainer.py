@@ -1,24 +1,464 @@
-"""The strategy that Lightning's Trainer uses."""
+"""The strategy that Lightning's Trainer uses. It only translates between the Trainer and the member."""
 
 from __future__ import annotations
 
-import atexit
-import datetime
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.optimizer import _optimizers_to_device  # replaced below by compat
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.strategies.strategy import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
+
+from lightning_ntp.checkpoint import (
+    gather_model_state,
+    gather_optimizer_state,
+    load_model_state,
+    load_optimizer_state,
+    read_file,
+    save_file,
+)
+from lightning_ntp.comm.rendezvous import check_world_size, connect_store, join_world
+from lightning_ntp.compat import lightning as compat
+from lightning_ntp.compat.torch import total_norm_by
+from lightning_ntp.config import GlobalBatch, NTPConfig, ReduceDtype, Timeouts
+from lightning_ntp.data import MicroBatch
+from lightning_ntp.engine import Member, Vote, WindowWeights
+from lightning_ntp.errors import CheckpointError, NTPError, UnsupportedError
+from lightning_ntp.parallel import ParallelModel, ParallelPlan
+from lightning_ntp.parallel.auto import find_plan
+from lightning_ntp.parallel.probe import ShapeProbe
+from lightning_ntp.parallel.random import seed_replica
+from lightning_ntp.strategies import checks
+from lightning_ntp.strategies.launcher import NTPLauncher
+from lightning_ntp.strategies.loaders import ReplicaLoaders
+from lightning_ntp.strategies.metrics import ReplicaReducer, leave_no_trace
+from lightning_ntp.topology import Topology
+
+_SHARDED = "_ntp_model"  # attribute of a LightningModule that was sharded before
+
+
+class NTPStrategy(ModelParallelStrategy):
+    """Nonuniform tensor parallelism: data-parallel replicas whose tensor-parallel degrees may differ.
+
+    Registered as ``"ntp"``. Every member holds a part of one replica; gradients of unequal replicas meet in a resharded
+    sync, and the loss curve equals that of a dense run over the same global batches.
+
+    Args:
+        data_parallel_size: Number of replicas; ``"auto"``: the devices over ``tensor_parallel_size``, or the nodes.
+        tensor_parallel_size: Nominal degree of a replica; ``"auto"``: the devices of a node.
+        degrees: Degree of every replica, to start nonuniform; the devices are their sum, e.g. ``[4, 3]``.
+        plan: Which modules are sharded and how: module name patterns to styles; ``"auto"`` finds it.
+        global_batch: ``"constant"``: replicas of lower degree leave samples to the others; ``"shrink"``: these samples come
+            later in the epoch.
+        shares: Samples of a global batch (batch_size x replicas x accumulate_grad_batches) that each replica takes; by
+            default in proportion to the degrees.
+        max_micro_batch: Most samples in one forward; a larger micro-batch runs in several passes.
+        bucket_cap_mb: Size of a bucket of the gradient sync, in dense mebibytes.
+        grad_reduce_dtype: Precision of the gradient sum: float32, or the parameter's own if wider, by default.
+        min_tensor_parallel_size: The lowest degree that a replica may reach; 3/4 of nominal by default.
+        fault_tolerance: Live recovery; not part of this version.
+        timeouts: All time limits.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; by the device if not given.
+
+    Raises:
+        ConfigError: for values that cannot work.
+    """
+
+    strategy_name = "ntp"
+
+    def __init__(
+        self,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        degrees: list[int] | None = None,
+        plan: Literal["auto"] | dict[str, str] | ParallelPlan = "auto",
+        global_batch: GlobalBatch = "constant",
+        shares: list[int] | None = None,
+        max_micro_batch: int | None = None,
+        bucket_cap_mb: float = 25.0,
+        grad_reduce_dtype: ReduceDtype | None = None,
+        min_tensor_parallel_size: int | None = None,
+        fault_tolerance: bool = False,
+        timeouts: Timeouts | None = None,
+        process_group_backend: str | None = None,
+    ) -> None:
+        self.config = NTPConfig(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            degrees=None if degrees is None else tuple(degrees),
+            min_tensor_parallel_size=min_tensor_parallel_size,
+            global_batch=global_batch,
+            shares=None if shares is None else tuple(shares),
+            max_micro_batch=max_micro_batch,
+            bucket_cap_mb=bucket_cap_mb,
+            grad_reduce_dtype=grad_reduce_dtype,
+            fault_tolerance=fault_tolerance,
+            timeouts=timeouts or Timeouts(),
+        )
+        super().__init__(
+            data_parallel_size,
+            tensor_parallel_size,
+            save_distributed_checkpoint=False,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=self.config.timeouts.collective_s),
+        )
+        self._plan = plan
+        self._topology: Topology | None = None
+        self._member: Member | None = None
+        self._reducer: ReplicaReducer | None = None
+        self._loaders: ReplicaLoaders | None = None
+        self._weights: WindowWeights | None = None
+        self._votes: WeakKeyDictionary[Optimizer, tuple[int, Vote]] = WeakKeyDictionary()
+        self._pass: tuple[int, bool] | None = None
+        self._base_seed = 0
+        self._is_first_backward = True
+
+    # What a user may ask
+
+    @property
+    def topology(self) -> Topology:
+        """Who sits where."""
+        return self._there(self._topology, "topology")
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degree of every replica."""
+        return self.topology.degrees
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of a full global batch that each replica takes."""
+        return self._there(self._loaders, "shares").shares
+
+    @property
+    def member(self) -> Member:
+        """This process's member, with its recorder of collectives."""
+        return self._there(self._member, "member")
+
+    # Processes
+
+    @override
+    def _configure_launcher(self) -> None:
+        degrees, nominal = self.config.resolve_degrees(self.num_nodes * self.num_processes, self.num_nodes)
+        self.config.lowest_degree(nominal, degrees)
+        self._topology = Topology.start(degrees, nominal)
+        checks.check_precision(self.precision_plugin)
+        checks.warn_of_single_replica(len(degrees))
+        if not self.cluster_environment.creates_processes_externally:
+            seats = [str(seat) for seat in self._topology.members]
+            self._launcher = NTPLauncher(
+                self.cluster_environment,
+                self.num_processes,
+                self.num_nodes,
+                seats=seats,
+                grace_s=self.config.timeouts.shutdown_grace_s,
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super(ModelParallelStrategy, self).setup_environment()  # the base class would build a rectangular mesh
+        reset_seed()
+        check_world_size(self.topology.world_size)
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        timeouts = self.config.timeouts
+        join_world(
+            self._process_group_backend,
+            lambda: connect_store(timeout_s=timeouts.start_s),
+            self.global_rank,
+            self.world_size,
+            timeout_s=timeouts.collective_s,
+            device=self.root_device,
+        )
+        self._member = Member(
+            self.topology,
+            self.global_rank,
+            device=self.root_device,
+            backend=self._process_group_backend,
+            lowest_degree=self.config.lowest_degree(self.topology.nominal_degree, self.topology.degrees),
+            timeout=timedelta(seconds=timeouts.collective_s),
+        )
+        self._reducer = ReplicaReducer(self._member)
+
+    @override
+    def teardown(self) -> None:
+        trainer = self._trainer
+        if trainer is not None:
+            compat.unwrap_automatic_optimization(trainer)
+        if self._member is not None:
+            # After an error a collective may still be under way, and closing its group would wait for it.
+            orderly = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
+            self._member.close() if orderly else self._member.stop_sync()
+            self._member = None
+        super().teardown()
+
+    # Model and optimizers
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        checks.check_trainer(trainer)
+        compat.keep_samplers(trainer)
+        module = self.lightning_module
+        self._shard(module)
+        self.model_to_device()
+        self._reducer.adopt_metrics(module)
+        self._base_seed = int(os.environ.get("PL_GLOBAL_SEED", self.broadcast(torch.initial_seed())))
+        self._loaders = ReplicaLoaders(trainer, self.config, self.topology, self.member.replica)
+        self.barrier()
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            self.setup_optimizers(trainer)
+            checks.check_optimizers(self.optimizers, module)
+        self.setup_precision_plugin()
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
+        if is_fitting:
+            self._setup_fit(trainer)
+
+    def _shard(self, module: LightningModule) -> None:
+        known: ParallelModel | None = vars(module).get(_SHARDED)
+        if known is not None:
+            self.member.adopt(known)
+            return
+        checks.check_unsharded(module)
+        compat.materialize(module, torch.device("cpu"))
+        self.model = self.precision_plugin.convert_module(module)
+        model = self.member.shard(module, find_plan(self._plan, module))
+        vars(module)[_SHARDED] = model
+        ShapeProbe(model).attach()
+
+    def _setup_fit(self, trainer: Trainer) -> None:
+        sync = self.member.start_sync(
+            bucket_cap_mb=self.config.bucket_cap_mb, reduce_dtype=self.config.reduce_dtype
+        )
+        self._weights = WindowWeights(sync)
+        self._is_first_backward = True
+        if self.lightning_module.automatic_optimization:
+            compat.wrap_automatic_optimization(trainer, self._with_extra_passes)
+        elif self.config.max_micro_batch is not None:
+            raise UnsupportedError(
+                f"max_micro_batch={self.config.max_micro_batch} needs automatic optimization: under manual optimization "
+                "training_step owns the passes; drop the argument"
+            )
+
+    # Steps
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self._there(self._loaders, "loaders").wrap(dataloader)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        micro = self._loaders.train.current
+        samples, is_last_pass = self._pass or (micro.num_samples, True)
+        automatic = self.lightning_module.automatic_optimization
+        divided_by = self._trainer.accumulate_grad_batches if automatic else 1
+        self._weights.begin(micro, samples, divided_by, is_last_pass)
+        part = len(micro.extra) if is_last_pass else 0
+        seed_replica(
+            self.root_device, self._base_seed, micro.epoch, micro.window, micro.index, part, self.member.replica
+        )
+        with self._counting(micro, samples), total_norm_by(self._norm_of):
+            output = super().training_step(*args, **kwargs)
+        if automatic:
+            self._weights.weigh(output)
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().validation_step, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().test_step, args, kwargs)
+
+    def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        micro = self._loaders.current_evaluation(args[2] if len(args) > 2 else 0)
+        if micro is None:
+            return step(*args, **kwargs)
+        with self._counting(micro, micro.num_samples):
+            return step(*args, **kwargs)
+
+    @contextmanager
+    def _counting(self, micro: MicroBatch, samples: int) -> Iterator[None]:
+        """Let logged means count by samples; a dummy leaves nothing behind."""
+        untouched = leave_no_trace(self._trainer, self.lightning_module) if micro.is_dummy else nullcontext()
+        with self._reducer.weighted_by(0 if micro.is_dummy else samples), untouched:
+            yield
+
+    def _with_extra_passes(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_passes(optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> Any:
+            micro = self._loaders.train.current
+            progress = compat.zero_grad_progress(self._trainer)
+            before = progress.state_dict()
+            try:
+                for batch, samples in micro.extra:
+                    self._pass = (samples, False)
+                    moved = compat.batch_on_device(self._trainer, batch)
+                    with self.block_backward_sync(), compat.logging_for(self._trainer, moved):
+                        compat.automatic_pass(self._trainer, optimizer, batch_idx, OrderedDict(kwargs, batch=moved))()
+                    progress.load_state_dict(before)
+                self._pass = (micro.last_samples, True) if micro.extra else None
+                return run(optimizer, batch_idx, kwargs)
+            finally:
+                self._pass = None
+
+        return run_passes
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._is_first_backward:
+            self._is_first_backward = False
+            checks.check_no_reentrant_checkpointing(closure_loss)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.member.sync.paused():
+            yield
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        def closure_and_vote() -> Any:
+            result = closure()
+            self._vote(optimizer)
+            return result
+
+        with total_norm_by(self._norm_of):
+            return super().optimizer_step(optimizer, closure_and_vote, model, **kwargs)
+
+    def _vote(self, optimizer: Optimizer) -> Vote:
+        syncs = self.member.sync.num_syncs
+        cast_at, vote = self._votes.get(optimizer, (-1, None))
+        if cast_at != syncs:
+            vote = self.member.vote(_parameters(optimizer))
+            self._votes[optimizer] = (syncs, vote)
+        return vote
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer wraps the user's
+        self.member.clip(_parameters(optimizer), self._vote(optimizer), float(clip_val))
+
+    def _norm_of(self, grads: Sequence[Tensor], norm_type: float) -> Tensor | None:
+        """Norm of the dense gradient for a user's own ``clip_grad_norm_``; ``None`` if these are no gradients of ours."""
+        wanted = {id(grad) for grad in grads}
+        ours = [p.parameter for p in self.member.model.parameters() if id(p.parameter.grad) in wanted]
+        if not ours:
+            return None
+        if norm_type != 2.0 or len(ours) != len(wanted):
+            raise UnsupportedError(
+                f"clip_grad_norm_(norm_type={norm_type}) over {len(wanted)} gradients, {len(ours)} of them the model's: only "
+                "the 2-norm of the model's own gradients is known across members; use Trainer(gradient_clip_val=...)"
+            )
+        return grads[0].new_tensor(self.member.grad_norm(ours), dtype=torch.float64)
+
+    # Values
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if group is not None:
+            return super().reduce(tensor, group, reduce_op)
+        return tensor if self._reducer is None else self._reducer.reduce(tensor, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return bool(decision) if self._reducer is None else self._reducer.decide(decision, all)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """(replicas, ...): one tensor of each replica."""
+        if group is not None or sync_grads or self._reducer is None:
+            return super().all_gather(tensor, group, sync_grads)
+        return torch.stack(self._reducer.gather(tensor))
+
+    # Checkpoints
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return gather_model_state(self.member.model, self.topology, self.global_rank)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        return gather_optimizer_state(self.member.model, optimizer, self.topology, self.global_rank)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise UnsupportedError(f"storage_options={storage_options!r} is not supported: a plain file is written")
+        path = Path(self.broadcast(os.fspath(filepath)))
+        failure = None
+        if self.is_global_zero:
+            try:
+                save_file(checkpoint, path)
+            except CheckpointError as error:
+                failure = str(error)
+        failure = self.broadcast(failure)  # nobody goes on as if it had been written
+        if failure is not None:
+            raise CheckpointError(failure)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return read_file(self.broadcast(os.fspath(checkpoint_path)), weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        load_model_state(self.member.model, checkpoint["state_dict"], strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_optimizer_state(self.member.model, optimizer, state)
+
+    # Private
+
+    @property
+    def _trainer(self) -> Trainer | None:
+        module = self.lightning_module
+        return None if module is None else module._trainer
+
+    @staticmethod
+    def _there(part: Any, name: str) -> Any:
+        if part is None:
+            raise NTPError(f"strategy.{name} is known once the Trainer has set the strategy up")
+        return part
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__.splitlines()[0])
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
