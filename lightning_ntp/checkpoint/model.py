@@ -52,9 +52,9 @@ def gather_model_state(model: ParallelModel, topology: Topology, rank: int) -> d
 def load_model_state(model: ParallelModel, dense_state: Mapping[str, Any], strict: bool = True) -> None:
     """Copy this slot's part of a dense ``state_dict`` into the model, in place: parameters keep their identity.
 
-    Goes through ``model.module.load_state_dict``, with sharded entries cut to the slot, so overrides, hooks, buffers and
-    extra state work as in the dense model. What is lost: a hook or override that renames a sharded parameter on loading
-    is not followed, so its entry is not cut and is refused for its shape.
+    Goes through ``model.module.load_state_dict``, with sharded entries cut to the slot, so overrides, hooks, buffers
+    and extra state work as in the dense model. What is lost: a hook or override that renames a sharded parameter on
+    loading is not followed, so its entry is not cut and is refused for its shape.
 
     Args:
         model: This member's part of the model.

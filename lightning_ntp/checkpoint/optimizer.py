@@ -132,8 +132,8 @@ def _misfit(optimizer: Optimizer, key: str, value: Any, parameter: ParallelParam
     found = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__} of tensors"
     return (
         f"{type(optimizer).__name__} has the state {key!r} of shape {found} for the sharded parameter "
-        f"{parameter.name!r}, whose shape there is {tuple(shape)}: only states of the parameter's shape and scalars can "
-        "be put into another layout; use an elementwise optimizer (AdamW, SGD), or replicate that parameter in the plan"
+        f"{parameter.name!r}, whose shape there is {tuple(shape)}: only states of the parameter's shape and scalars "
+        "fit another layout; use an elementwise optimizer (AdamW, SGD), or replicate that parameter in the plan"
     )
 
 

@@ -77,6 +77,12 @@ class LocalHeads:
         for attribute, quantity in self.attributes.items():
             setattr(self.module, attribute, local[quantity])
 
+    def restore(self) -> None:
+        """Write the dense numbers into the module."""
+        dense = _dense(self.family, self.head_dim)
+        for attribute, quantity in self.attributes.items():
+            setattr(self.module, attribute, dense[quantity])
+
 
 def _dense(family: GroupedFamily, head_dim: int) -> dict[str, int]:
     heads, kv_heads = family.num_heads, family.num_kv_heads

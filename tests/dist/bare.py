@@ -50,15 +50,17 @@ def plan_for(config: ModelConfig) -> ParallelPlan:
     )
 
 
-def train_rank(rank: int, world_size: int, store: str, case: Case, batches: Steps, record: bool = False) -> RankRun:
+def train_rank(
+    rank: int, world_size: int, store: str, case: Case, batches: Steps, record: bool = False, device: str = "cpu"
+) -> RankRun:
     """One member of a run over ``batches``, each cut by the case's shares and accumulation."""
     with gloo_world(rank, world_size, store):
         topology = Topology.start(case.degrees, case.nominal)
-        member = Member(topology, rank)
+        member = Member(topology, rank, device=device)
         # Only the leader's seed counts: the others must take over its weights.
-        model = build(case.model, seed=0 if rank == topology.leader else 1 + rank)
+        model = build(case.model, seed=0 if rank == topology.leader else 1 + rank).to(device)
         member.shard(model, plan_for(case.model))
-        sync = member.start_sync(bucket_cap_mb=0.02)
+        member.start_sync(bucket_cap_mb=0.02)
         params = list(member.model.parameters())
         parameters = list(model.parameters())
         optimizer = make_optimizer(case.optimizer, parameters)
@@ -75,8 +77,7 @@ def train_rank(rank: int, world_size: int, store: str, case: Case, batches: Step
             run.norms.append(vote.grad_norm)
             member.clip(parameters, vote, 1.0)
             optimizer.step()
-            run.weights.append({p.name: p.parameter.detach().clone() for p in params})
-        del sync
+            run.weights.append({p.name: p.parameter.detach().cpu().clone() for p in params})
         member.close()
         return run
 
@@ -91,14 +92,14 @@ def _window(member: Member, model: torch.nn.Module, case: Case, ids: list[int]) 
         is_last = index == window.count - 1
         held = mine or ids[:1]  # a replica without a sample runs one dummy
         if case.padded:
-            tokens, labels = padded_batch(held, case.model.vocab)
+            tokens, labels = (part.to(member.device) for part in padded_batch(held, case.model.vocab))
             loss, count = padded_loss_fn(model(tokens), labels)
             weight = float(count) if mine else 0.0
             tokens_seen += weight
             total = tokens_seen.clone() if is_last else None
             member.sync.begin(weight, sync=is_last, total=total)
         else:
-            tokens = batch(held, case.model.vocab)
+            tokens = batch(held, case.model.vocab).to(member.device)
             loss = loss_fn(model(tokens), tokens)
             weight = len(mine) / len(ids)
             member.sync.begin(weight, sync=is_last)

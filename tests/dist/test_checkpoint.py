@@ -1,13 +1,12 @@
-"""A run saved at one list of degrees goes on at others, and in plain torch, as if nothing had been written."""
+"""A run saved at one list of degrees goes on at others, and in plain torch and Lightning, as if never interrupted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
-
+import lightning
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_ntp.checkpoint import (
     gather_model_state,
@@ -18,184 +17,28 @@ from lightning_ntp.checkpoint import (
     save_file,
 )
 from lightning_ntp.engine import Member
-from lightning_ntp.errors import CheckpointError
 from lightning_ntp.layout import Sharded
-from lightning_ntp.parallel import ParallelPlan
 from lightning_ntp.topology import Topology
-from tests.support.batches import batch
+from tests.dist.checkpoint_legs import (
+    BATCHES,
+    CASES,
+    GQA,
+    Leg,
+    Net,
+    assert_same,
+    dense_from,
+    dense_run,
+    dense_step,
+    plan_for,
+    run_leg,
+    save,
+    single,
+    trained,
+)
+from tests.support.batches import TokenDataset
 from tests.support.gloo import gloo_world
-from tests.support.models import ModelConfig, build, loss_fn
-from tests.support.reference import OptimizerName, make_optimizer
-
-GQA = ModelConfig(num_kv_heads=2, fused_qkv=True, fused_gate_up=True, bias=True, unused=True)
-CASES: dict[str, tuple[ModelConfig, OptimizerName]] = {
-    "fused-bias-unused": (GQA, "adamw"),
-    "gqa-6-3-layernorm": (ModelConfig(width=24, num_heads=6, num_kv_heads=3, norm="layer", bias=True), "sgd"),
-    "heads-7-tied": (ModelConfig(width=28, num_heads=7, num_kv_heads=7, tied=True), "adamw"),
-}
-BATCHES = tuple(tuple(range(12 * step, 12 * step + 12)) for step in range(3))
-
-
-class Net(nn.Module):
-    """The test transformer inside another module, with every other kind of state that a ``state_dict`` can have."""
-
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        self.net = build(config, seed, dtype)
-        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-        self.stats = nn.BatchNorm1d(2)
-        self.extra = {"seed": seed}
-
-    def forward(self, ids: Tensor) -> Tensor:
-        self.forwards += 1
-        return self.net(ids)
-
-    def get_extra_state(self) -> dict:
-        return self.extra
-
-    def set_extra_state(self, state: dict) -> None:
-        self.extra = dict(state)
-
-
-def plan_for(config: ModelConfig) -> ParallelPlan:
-    heads = f"attention(num_heads={config.num_heads}, num_kv_heads={config.num_kv_heads})"
-    return ParallelPlan(
-        {
-            "net.embed": "vocab",
-            "net.layers.*.attn": heads,
-            "net.layers.*.mlp": "ffn",
-            "net.lm_head": "colwise(gather_output=True)",
-        }
-    )
-
-
-@dataclass(frozen=True)
-class Leg:
-    """A part of a training run: load, take some steps, save.
-
-    Attributes:
-        batches: Sample ids of each optimizer step.
-        load: File to go on from.
-        again: File for what was loaded, gathered again.
-        save: File for the end.
-    """
-
-    degrees: tuple[int, ...]
-    nominal: int
-    batches: tuple[tuple[int, ...], ...]
-    load: str = ""
-    again: str = ""
-    save: str = ""
-
-
-@dataclass
-class Told:
-    """What a member has to say after a leg."""
-
-    identity_kept: bool = True
-    holds_data: list[bool] = field(default_factory=list)
-    extra: dict = field(default_factory=dict)
-    lr: float = 0.0
-
-
-def run_leg(rank: int, world_size: int, store: str, config: ModelConfig, name: OptimizerName, leg: Leg) -> Told:
-    with gloo_world(rank, world_size, store):
-        topology, told = Topology.start(leg.degrees, leg.nominal), Told()
-        member = Member(topology, rank)
-        model = Net(config, seed=rank + (100 if leg.load else 0))
-        member.shard(model, plan_for(config))
-        sync = member.start_sync(bucket_cap_mb=0.02)
-        optimizer = make_optimizer(name, model.parameters(), lr=0.5 if leg.load else 1e-3)
-        if leg.load:
-            before = list(model.parameters())
-            checkpoint = read_file(leg.load)
-            load_model_state(member.model, checkpoint["state_dict"])
-            load_optimizer_state(member.model, optimizer, checkpoint["optimizer_states"][0])
-            told.identity_kept = all(a is b for a, b in zip(before, model.parameters(), strict=True))
-        if leg.again:
-            told.holds_data.append(_save(member, optimizer, leg.again))
-        for ids in leg.batches:
-            _step(member, model, optimizer, ids)
-        if leg.save:
-            told.holds_data.append(_save(member, optimizer, leg.save))
-        told.extra, told.lr = model.extra, optimizer.param_groups[0]["lr"]
-        del sync
-        member.close()
-        return told
-
-
-def _step(member: Member, model: nn.Module, optimizer: torch.optim.Optimizer, ids: tuple[int, ...]) -> None:
-    mine = ids[member.replica :: member.topology.num_replicas]
-    optimizer.zero_grad()
-    tokens = batch(mine)
-    loss = loss_fn(model(tokens), tokens)
-    member.sync.begin(len(mine) / len(ids), sync=True)
-    loss.backward()
-    parameters = list(model.parameters())
-    member.clip(parameters, member.vote(parameters), 1.0)
-    optimizer.step()
-
-
-def _save(member: Member, optimizer: torch.optim.Optimizer, path: str) -> bool:
-    """Save as the strategy does; whether this member had anything to write."""
-    model_state = gather_model_state(member.model, member.topology, member.rank)
-    optimizer_state = gather_optimizer_state(member.model, optimizer, member.topology, member.rank)
-    assert bool(model_state) == bool(optimizer_state)
-    if member.is_leader:
-        save_file({"state_dict": model_state, "optimizer_states": [optimizer_state]}, path)
-    return bool(model_state)
-
-
-def dense_from(path: Path, config: ModelConfig, name: OptimizerName) -> tuple[Net, torch.optim.Optimizer]:
-    """The file in plain torch."""
-    checkpoint = torch.load(path, weights_only=True)
-    model = Net(config, seed=7)
-    model.load_state_dict(checkpoint["state_dict"], strict=True)
-    optimizer = make_optimizer(name, model.parameters(), lr=0.5)
-    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
-    return model, optimizer
-
-
-def dense_step(model: Net, optimizer: torch.optim.Optimizer, ids: tuple[int, ...]) -> None:
-    optimizer.zero_grad()
-    tokens = batch(ids)
-    loss_fn(model(tokens), tokens).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-
-
-def dense_run(config: ModelConfig, name: OptimizerName, steps: int) -> tuple[Net, torch.optim.Optimizer]:
-    model = Net(config, seed=0)
-    optimizer = make_optimizer(name, model.parameters())
-    for ids in BATCHES[:steps]:
-        dense_step(model, optimizer, ids)
-    return model, optimizer
-
-
-def flat(value, prefix: str = "") -> dict:
-    """Leaves of nested dicts and lists by path, in order."""
-    if isinstance(value, dict | list | tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {path: leaf for key, part in items for path, leaf in flat(part, f"{prefix}/{key}").items()}
-    return {prefix: value}
-
-
-def assert_same(found, expected, rtol: float = 0.0) -> None:
-    """Equal structure, order, dtypes and shapes; values bitwise, or within ``rtol`` of the largest of each kind."""
-    found, expected = flat(found), flat(expected)
-    assert list(found) == list(expected)
-    for path, value in expected.items():
-        if not isinstance(value, Tensor):
-            assert found[path] == value, path
-            continue
-        assert (found[path].dtype, found[path].shape) == (value.dtype, value.shape), path
-        if rtol:
-            alike = [other for key, other in expected.items() if key.split("/")[-1] == path.split("/")[-1]]
-            scale = max(other.abs().max().item() for other in alike) if path.startswith("/state/") else 1.0
-            assert (found[path] - value).abs().max().item() <= rtol * scale, path
-        else:
-            assert torch.equal(found[path], value), path
+from tests.support.models import loss_fn
+from tests.support.reference import make_optimizer
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -240,7 +83,7 @@ def gather_dtypes(rank: int, world_size: int, store: str, path: str) -> None:
             optimizer = make_optimizer("sgd", model.parameters())
             for parameter in model.parameters():
                 optimizer.state[parameter]["momentum_buffer"] = parameter.detach().clone()
-            _save(member, optimizer, f"{path}/{dtype}.ckpt")
+            save(member, optimizer, f"{path}/{dtype}.ckpt")
 
 
 def test_every_dtype_bitwise(workers, tmp_path):
@@ -279,16 +122,6 @@ def test_only_the_leaders_replica_sends_and_only_what_it_owns(workers):
     assert [count for count, _, _ in told[3:]] == [0, 0]
 
 
-# Refusals
-
-
-def single(nominal: int = 4, config: ModelConfig = GQA, seed: int = 0) -> tuple[Member, Net]:
-    """One member that needs no process group; its units lie in another order than in the dense tensors."""
-    member, model = Member(Topology.start([1], nominal), 0), Net(config, seed)
-    member.shard(model, plan_for(config))
-    return member, model
-
-
 def test_one_member_of_a_higher_nominal_degree_reorders():
     member, model = single()
     dense = Net(GQA, seed=0)
@@ -307,149 +140,6 @@ def test_a_gathered_state_is_a_copy():
     assert_same(state, Net(GQA, seed=0).state_dict())
 
 
-def test_load_lists_every_problem_and_changes_nothing():
-    member, model = single()
-    before = gather_model_state(member.model, member.topology, 0)
-    state = Net(GQA, seed=5).state_dict()
-    del state["net.norm.weight"]
-    state["net.surprise"] = torch.ones(1)
-    state["net.embed.weight"] = state["net.embed.weight"][:100]
-    state["net.layers.0.norm1.weight"] = torch.ones(3)
-    with pytest.raises(CheckpointError) as error:
-        load_model_state(member.model, state)
-    for word in ("net.norm.weight", "net.surprise", "(100, 32) in the file, (101, 32) in the model", "layers.0.norm1"):
-        assert word in str(error.value)
-    assert_same(gather_model_state(member.model, member.topology, 0), before)
-
-
-def test_missing_and_unexpected_keys():
-    member, _ = single()
-    state = Net(GQA, seed=5).state_dict()
-    del state["net.norm.weight"], state["net.lm_head.weight"]
-    state["net.surprise"] = torch.ones(1)
-    with pytest.raises(CheckpointError, match="(?s)net.norm.weight.*net.surprise.*strict_loading=False") as error:
-        load_model_state(member.model, state)
-    assert "net.lm_head.weight" in str(error.value)
-    load_model_state(member.model, state, strict=False)
-    found = gather_model_state(member.model, member.topology, 0)
-    assert torch.equal(found["net.embed.weight"], state["net.embed.weight"])
-    assert torch.equal(found["net.lm_head.weight"], Net(GQA, seed=0).net.lm_head.weight)
-
-
-def local_part_for_the_whole(rank: int, world_size: int, store: str) -> None:
-    """A file with one slot's part under the dense name has the right shape for that slot: it must not be loaded."""
-    with gloo_world(rank, world_size, store):
-        member = Member(Topology.start([2]), rank)
-        model = Net(GQA, seed=0)
-        member.shard(model, plan_for(GQA))
-        with pytest.raises(CheckpointError, match="in the model"):
-            load_model_state(member.model, model.state_dict(), strict=False)
-
-
-def test_a_part_is_not_taken_for_the_whole(workers):
-    workers.run(local_part_for_the_whole, 2)
-
-
-class Renamed(Net):
-    """An override as users write it: other names, and no ``keep_vars``."""
-
-    def state_dict(self):
-        return {f"model.{key}": value for key, value in super().state_dict().items()}
-
-
-class Picked(Net):
-    """An override that keeps the names: what to leave out of a file."""
-
-    def state_dict(self):
-        return {key: value for key, value in super().state_dict().items() if "lm_head" in key or key == "forwards"}
-
-
-def test_overrides_of_state_dict():
-    topology = Topology.start([1], 4)
-    for kind in (Picked, Renamed):
-        member, model = Member(topology, 0), kind(GQA, seed=0)
-        member.shard(model, plan_for(GQA))
-        if kind is Picked:
-            assert_same(gather_model_state(member.model, topology, 0), Picked(GQA, seed=0).state_dict())
-        else:
-            with pytest.raises(CheckpointError, match="'net.embed.weight' under the name 'model.net.embed.weight'"):
-                gather_model_state(member.model, topology, 0)
-
-
-def test_hook_that_renames_keeps_its_names():
-    member, model = single()
-
-    def rename(module, state, prefix, metadata) -> None:
-        for key in list(state):
-            state[key.replace("net.", "")] = state.pop(key)
-
-    model.register_state_dict_post_hook(rename)
-    dense = Net(GQA, seed=0)
-    dense.register_state_dict_post_hook(rename)
-    assert_same(gather_model_state(member.model, member.topology, 0), dense.state_dict())
-
-
-def odd_state(rank: int, world_size: int, store: str, guilty: tuple[int, ...], key: str) -> str:
-    with gloo_world(rank, world_size, store):
-        member = Member(Topology.start([3, 2]), rank)
-        model = Net(GQA, seed=0)
-        member.shard(model, plan_for(GQA))
-        optimizer = make_optimizer("sgd", model.parameters())
-        if rank in guilty:
-            weight = model.net.embed.weight
-            optimizer.state[weight][key] = torch.zeros_like(weight) if key == "moment" else torch.zeros(7, 1)
-        try:
-            gather_optimizer_state(member.model, optimizer, member.topology, rank)
-        except CheckpointError as error:
-            return str(error)
-        return ""
-
-
-def test_factored_state_is_refused_on_all_members(workers):
-    for message in workers.run(odd_state, 5, (0, 1, 2, 3, 4), "row_var"):
-        for word in ("SGD", "'row_var'", "(7, 1)", "'net.embed.weight'", "elementwise"):
-            assert word in message
-
-
-@pytest.mark.parametrize(("key", "word"), [("row_var", "another slot"), ("moment", "different sets")])
-def test_one_odd_slot_stops_the_whole_replica(workers, key, word):
-    messages = workers.run(odd_state, 5, (1,), key)
-    assert word in messages[0] and word in messages[2] and messages[1]
-    assert messages[3:] == ["", ""]
-
-
-def trained(name: OptimizerName = "adamw") -> tuple[Member, Net, torch.optim.Optimizer]:
-    member, model = single()
-    optimizer = make_optimizer(name, model.parameters())
-    tokens = batch((0, 1))
-    loss_fn(model(tokens), tokens).backward()
-    optimizer.step()
-    return member, model, optimizer
-
-
-def test_optimizer_of_another_form_is_refused():
-    member, model, optimizer = trained()
-    state = gather_optimizer_state(member.model, optimizer, member.topology, 0)
-    parameters = list(model.parameters())
-    other = torch.optim.AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}])
-    with pytest.raises(CheckpointError, match=r"groups of \[\d+\] parameters, AdamW has \[3, \d+\]"):
-        load_optimizer_state(member.model, other, state)
-    with pytest.raises(CheckpointError, match="no 'state'"):
-        load_optimizer_state(member.model, optimizer, {})
-
-
-def test_optimizer_state_of_a_wrong_shape_is_refused_and_nothing_changes():
-    member, _, optimizer = trained()
-    state = gather_optimizer_state(member.model, optimizer, member.topology, 0)
-    before = gather_optimizer_state(member.model, optimizer, member.topology, 0)
-    first = state["state"][min(state["state"])]
-    first["exp_avg"] = torch.zeros(100, 32)
-    state["state"][4096] = {"step": torch.tensor(1.0)}
-    with pytest.raises(CheckpointError, match=r"\[4096\].*'exp_avg' of shape \(100, 32\).*\(101, 32\)"):
-        load_optimizer_state(member.model, optimizer, state)
-    assert_same(gather_optimizer_state(member.model, optimizer, member.topology, 0), before)
-
-
 def test_loaded_optimizer_state_does_not_alias_the_file(tmp_path):
     member, model, optimizer = trained()
     state = gather_optimizer_state(member.model, optimizer, member.topology, 0)
@@ -460,3 +150,49 @@ def test_loaded_optimizer_state_does_not_alias_the_file(tmp_path):
     assert_same(mapped, state)
     held = [value for values in optimizer.state.values() for value in values.values()]
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in held)
+
+
+class LitNet(lightning.LightningModule):
+    """The test model as a user's LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(GQA, seed=0).net
+
+    def training_step(self, tokens: Tensor) -> Tensor:
+        return loss_fn(self.net(tokens), tokens)
+
+    def configure_optimizers(self) -> dict:
+        optimizer = make_optimizer("adamw", self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+def fit(folder, steps: int, start=None) -> LitNet:
+    """Plain Lightning on one device, up to ``steps``; leaves ``folder/end-STEPS.ckpt``."""
+    module = LitNet()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, default_root_dir=folder, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TokenDataset(8), batch_size=4), ckpt_path=start)
+    trainer.save_checkpoint(folder / f"end-{steps}.ckpt")
+    return module
+
+
+def test_plain_lightning_goes_on_from_our_file_and_we_from_its(tmp_path):
+    fit(tmp_path, steps=2)
+    theirs = read_file(tmp_path / "end-2.ckpt")
+    member, module = Member(Topology.start([1], 4), 0), LitNet()
+    member.shard(module, plan_for(GQA))
+    optimizer = make_optimizer("adamw", module.parameters())
+    load_model_state(member.model, theirs["state_dict"])
+    load_optimizer_state(member.model, optimizer, theirs["optimizer_states"][0])
+
+    model_state = gather_model_state(member.model, member.topology, 0)
+    optimizer_state = gather_optimizer_state(member.model, optimizer, member.topology, 0)
+    ours = tmp_path / "ours.ckpt"
+    save_file({**theirs, "state_dict": model_state, "optimizer_states": [optimizer_state]}, ours)
+    assert_same(torch.load(ours), torch.load(tmp_path / "end-2.ckpt"))
+    from_theirs, from_ours = fit(tmp_path, 4, start=tmp_path / "end-2.ckpt"), fit(tmp_path, 4, start=ours)
+    assert_same(from_ours.state_dict(), from_theirs.state_dict())
+    assert not torch.equal(from_ours.net.embed.weight, LitNet().net.embed.weight)
