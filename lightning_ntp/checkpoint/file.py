@@ -28,24 +28,11 @@ def save_file(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: if the file cannot be written, or the checkpoint cannot be pickled.
     """
-    if _is_url(path):
-        TorchCheckpointIO().save_checkpoint(checkpoint, path)
-        return
-    target = Path(path)
-    with _explained(target):
-        if target.is_dir():
-            raise IsADirectoryError("a folder of that name is in the way")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in _temporaries(target):
-            leftover.unlink(missing_ok=True)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            _write(checkpoint, temporary)
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        _flush_folder(target.parent)
+    with _explained(path):
+        if _is_url(path):
+            TorchCheckpointIO().save_checkpoint(checkpoint, path)
+        else:
+            _replace(checkpoint, Path(path))
 
 
 def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
@@ -62,29 +49,43 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
         CheckpointError: if there is no such file, it is not a checkpoint, it is damaged, or it holds objects that
             ``weights_only`` forbids.
     """
-    if _is_url(path):
-        return TorchCheckpointIO().load_checkpoint(path, map_location="cpu", weights_only=weights_only)
-    file = Path(path)
-    if file.is_dir():
+    file = os.fspath(path)
+    if os.path.isdir(file):
         raise CheckpointError(
-            f"{str(file)!r} is a folder, such as strategies with sharded checkpoints write: turn it into one file with "
+            f"{file!r} is a folder, such as strategies with sharded checkpoints write: turn it into one file with "
             f"`python -m lightning.fabric.utilities.consolidate_checkpoint {file}`"
         )
     try:
         loaded = _load(file, weights_only)
     except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoint {str(file)!r}: {error.strerror or error}") from error
+        raise CheckpointError(f"cannot read the checkpoint {file!r}: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"cannot read the checkpoint {str(file)!r} with weights_only={weights_only}: {error}. If it is whole and "
+            f"cannot read the checkpoint {file!r} with weights_only={weights_only}: {error}. If it is whole and "
             "you trust its source, pass weights_only=False"
         ) from error
     except (RuntimeError, EOFError, zipfile.BadZipFile) as error:
         reason = str(error) or type(error).__name__
-        raise CheckpointError(f"{str(file)!r} is damaged or not a checkpoint: {reason}") from error
+        raise CheckpointError(f"{file!r} is damaged or not a checkpoint: {reason}") from error
     if not isinstance(loaded, dict):
-        raise CheckpointError(f"{str(file)!r} holds a {type(loaded).__name__}, not the dict that a checkpoint is")
+        raise CheckpointError(f"{file!r} holds a {type(loaded).__name__}, not the dict that a checkpoint is")
     return loaded
+
+
+def _replace(checkpoint: dict[str, Any], target: Path) -> None:
+    if target.is_dir():
+        raise IsADirectoryError("a folder of that name is in the way")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in _temporaries(target):
+        leftover.unlink(missing_ok=True)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        _write(checkpoint, temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _flush_folder(target.parent)
 
 
 def _write(checkpoint: dict[str, Any], path: Path) -> None:
@@ -94,7 +95,9 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _load(file: Path, weights_only: bool | None) -> Any:
+def _load(file: str, weights_only: bool | None) -> Any:
+    if _is_url(file):
+        return TorchCheckpointIO().load_checkpoint(file, map_location="cpu", weights_only=weights_only)
     if zipfile.is_zipfile(file):
         with contextlib.suppress(RuntimeError):  # a file system that cannot map, or a damaged file: told apart below
             return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=True)
@@ -121,21 +124,24 @@ def _flush_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explained(target: Path) -> Iterator[None]:
+def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
+    what = f"cannot write the checkpoint {os.fspath(path)!r}"
     try:
         yield
     except (OSError, RuntimeError) as error:
         cause = _system_error(error) or error
         reason = cause.strerror or cause if isinstance(cause, OSError) else cause
         raise CheckpointError(
-            f"cannot write the checkpoint {str(target)!r}: {reason}. An older file of that name is as it was; free "
-            "space or choose another folder (default_root_dir, or dirpath of ModelCheckpoint)"
+            f"{what}: {reason}. An older file of that name is as it was; free space or choose another folder "
+            "(default_root_dir, or dirpath of ModelCheckpoint)"
         ) from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"cannot write the checkpoint {str(target)!r}: an object in it cannot be pickled: {error}. Keep such "
-            "objects out of save_hyperparameters() and on_save_checkpoint"
+            f"{what}: an object in it cannot be pickled: {error}. Keep such objects out of save_hyperparameters() and "
+            "on_save_checkpoint"
         ) from error
+    except Exception as error:  # a driver of a remote file system may raise anything; the members rely on one kind
+        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _system_error(error: BaseException) -> OSError | None:

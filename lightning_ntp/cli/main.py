@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lightning_ntp.__about__ import __version__
-from lightning_ntp.cli import layout
+from lightning_ntp.cli import layout, plan
 from lightning_ntp.errors import ConfigError, NTPError
 
-VERBS = (layout,)
+VERBS = (layout, plan)
 
 
 class _Parser(argparse.ArgumentParser):

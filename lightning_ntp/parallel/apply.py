@@ -14,7 +14,7 @@ from lightning_ntp.parallel.context import TensorParallelContext
 from lightning_ntp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_ntp.parallel.localize import LocalHeads
 from lightning_ntp.parallel.model import ParallelModel
-from lightning_ntp.parallel.module import Tied
+from lightning_ntp.parallel.module import ParallelModule, Tied
 from lightning_ntp.parallel.names import CHILD_NAMES, HEAD_NORMS
 from lightning_ntp.parallel.plain import why_not_plain
 from lightning_ntp.parallel.plan import ParallelPlan
@@ -207,8 +207,7 @@ class _Parallelizer:
         self._put(site, RowParallelLinear(site.module, layout, self.context, tied=self.tied, **options))
 
     def _put(self, site: _Site, module: nn.Module) -> None:
-        if site.name in self.replaced:
-            raise PlanError(f"the plan names {site.name!r} twice: once by itself and once through its block; keep one")
+        _refuse_twice(site)
         reason = why_not_plain(site.module, site.parent)
         if reason is not None:
             raise PlanError(f"the plan shards {site.name!r}, but {reason}; leave it out of the plan, or make it plain")
@@ -222,7 +221,7 @@ class _Parallelizer:
 
     def _child(self, block: _Site, key: str, given: str | None, required: bool = True) -> _Site | None:
         for name in (given,) if given else CHILD_NAMES[key]:
-            if isinstance(getattr(block.module, name, None), nn.Linear):
+            if isinstance(getattr(block.module, name, None), (nn.Linear, ParallelModule)):
                 return self._site(f"{block.name}.{name}")
         if not (required or given):
             return None
@@ -242,12 +241,18 @@ class _Parallelizer:
 
 
 def _expect_linear(site: _Site, style: str) -> nn.Linear:
+    _refuse_twice(site)
     if not isinstance(site.module, nn.Linear):
         raise PlanError(
             f"style {style!r} is for nn.Linear, but {site.name!r} is a {type(site.module).__name__}; "
             "name the Linear itself, or a block style ('attention(...)', 'ffn') for its parent"
         )
     return site.module
+
+
+def _refuse_twice(site: _Site) -> None:
+    if isinstance(site.module, ParallelModule):
+        raise PlanError(f"the plan names {site.name!r} twice: once by itself and once through its block; keep one")
 
 
 def _expect_heads(name: str, width: int, heads: int, argument: str) -> None:

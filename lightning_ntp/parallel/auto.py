@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_ntp.parallel.plan import ParallelPlan
 from lightning_ntp.parallel.plans import huggingface, torch_styles
 from lightning_ntp.parallel.styles import Style
 
+LARGEST_WHOLE = 0.5
 ATTRIBUTES = ("ntp_plan", "parallelize_plan")
 
 
@@ -120,10 +121,21 @@ def _inferred(module: nn.Module) -> FoundPlan:
             f"none of its layers can be sharded without knowing more.{kept}\nGive a plan; plan={{}} replicates everything. "
             f"Its Linears and Embeddings:\n{stub(module)}"
         )
-    return FoundPlan(compress(found.styles, module), "its Linears and Embeddings", tuple(found.notes))
+    plan = compress(found.styles, module)
+    notes = list(found.notes)
+    whole = 1.0 - _sharded_fraction(module, found.styles)
+    if whole > LARGEST_WHOLE:
+        notes.append(f"{whole:.0%} of the parameters stay whole on every slot; a plan written by hand may do better")
+    return FoundPlan(plan, "its Linears and Embeddings", tuple(notes))
 
 
-def _outermost(module: nn.Module, wanted) -> list[tuple[str, nn.Module]]:
+def _sharded_fraction(module: nn.Module, styles: Mapping[str, Style]) -> float:
+    total = sum(parameter.numel() for parameter in module.parameters())
+    parts = {parameter for name in styles for parameter in module.get_submodule(name).parameters()}
+    return sum(parameter.numel() for parameter in parts) / max(1, total)
+
+
+def _outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
     """The modules that are wanted, without those inside of one that is."""
     found: list[tuple[str, nn.Module]] = []
     for name, part in module.named_modules():

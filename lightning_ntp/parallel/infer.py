@@ -15,6 +15,7 @@ somebody reads without calling them, subclasses with a forward of their own, and
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -32,6 +33,7 @@ ELEMENTWISE = (
     nn.Hardtanh, nn.Hardsigmoid, nn.Mish, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Identity, nn.Dropout,
 )  # fmt: skip
 GATHERED = Colwise(gather_output=True)
+UNKNOWN = -1  # heads, in a plan that the user has to complete
 
 
 @dataclass
@@ -56,20 +58,22 @@ def infer(model: nn.Module) -> Inferred:
     return _Inference(model).run()
 
 
-def stub(model: nn.Module, known: dict[str, Style] | None = None) -> str:
-    """A plan to paste: what is known, closed styles for the rest, dots for what must be filled in."""
-    known = {} if known is None else known
-    filled = {name: str(format_style(style)) for name, style in known.items()}
-    lines: dict[str, str] = {}
-    for name, module in model.named_modules():
-        under = any(name.startswith(f"{block}.") for block in filled)
-        if name and name not in filled and not under and isinstance(module, (nn.Linear, nn.Embedding)):
-            known[name] = Vocab() if isinstance(module, nn.Embedding) else GATHERED
-    for pattern, style in compress(known, model):
-        text = format_style(style)
-        lines[pattern] = text.replace("num_heads=0", "num_heads=...").replace(", num_kv_heads=0", ", num_kv_heads=...")
-    inside = "".join(f"    {pattern!r}: {text!r},\n" for pattern, text in lines.items())
-    return f"plan = {{\n{inside}}}"
+def stub(model: nn.Module, known: Mapping[str, Style] | None = None) -> str:
+    """A plan to paste: what is known, closed styles for the rest, dots for what must be filled in.
+
+    Args:
+        model: The dense model.
+        known: Module name -> style; an ``Attention`` of ``UNKNOWN`` heads waits for its number.
+    """
+    styles = dict(known or {})
+    blocks = tuple(f"{name}." for name in styles)
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if name and name not in styles and not name.startswith(blocks) and isinstance(module, (nn.Linear, nn.Embedding)):
+            if why_not_plain(module, modules[name.rpartition(".")[0]]) is None:
+                styles[name] = Vocab() if isinstance(module, nn.Embedding) else GATHERED
+    texts = {pattern: format_style(style).replace(f"num_heads={UNKNOWN}", "num_heads=...") for pattern, style in compress(styles, model)}
+    return "plan = {\n" + "".join(f"    {pattern!r}: {text!r},\n" for pattern, text in texts.items()) + "}"
 
 
 class _Inference:
@@ -95,9 +99,6 @@ class _Inference:
         for name, module in self.modules.items():
             self._closed(name, module)
         self._drop_half_tied()
-        # In the model's order, which is the order of the printed plan.
-        order = {name: index for index, name in enumerate(self.modules)}
-        self.found.styles = dict(sorted(self.found.styles.items(), key=lambda item: order[item[0]]))
         return self.found
 
     # Blocks
@@ -144,7 +145,7 @@ class _Inference:
 
     def _refuse_headless(self) -> None:
         names = ", ".join(map(repr, self.headless[:4])) + (", ..." if len(self.headless) > 4 else "")
-        known = dict(self.found.styles) | {name: Attention(0) for name in self.headless}
+        known = dict(self.found.styles) | {name: Attention(UNKNOWN) for name in self.headless}
         raise PlanError(
             f"the number of heads of {names} is not known: no attribute such as num_heads or head_dim of the module or of a "
             f"config says it. Complete this plan and give it as the argument or as the model's `ntp_plan`:\n"

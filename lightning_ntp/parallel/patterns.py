@@ -12,13 +12,15 @@ from lightning_ntp.parallel.styles import Style
 
 
 def compress(styles: Mapping[str, Style], model: nn.Module) -> ParallelPlan:
-    """The plan with the most general patterns that say the same: numbers become ``*`` where all hits have one style.
+    """The plan with the most general patterns that say the same: numbers become ``*`` where all hits have one
+    style. Patterns are in the model's order.
 
     Args:
         styles: Module name -> style.
         model: Whose module names the patterns are matched against.
     """
     names = [name for name, _ in model.named_modules() if name]
+    styles = {name: styles[name] for name in names if name in styles}  # in the model's order
     patterns: dict[str, Style] = {}
     covered: set[str] = set()
     known: dict[str, list[str]] = {}

@@ -10,6 +10,7 @@ does not run on meta tensors even when dense (``.item()``, a foreign kernel) is 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -66,7 +67,8 @@ class ShapeProbe:
         seen: dict[str, tuple[tuple, Mapping[str, Any]]] = {}
         for name in self._targets():
             clone.of(self._model.module.get_submodule(name)).register_forward_pre_hook(
-                lambda _, a, k, name=name: seen.setdefault(name, (a, k)) and None, with_kwargs=True
+                # A copy: what the model does with a cache or a list afterwards must not reach the check.
+                lambda _, a, k, name=name: seen.setdefault(name, copy.deepcopy((a, k))) and None, with_kwargs=True
             )
         try:
             clone.run(args, kwargs)

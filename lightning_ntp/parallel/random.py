@@ -26,8 +26,8 @@ class LocalRandom:
         self._common: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def enter(self, device: torch.device) -> None:
-        """Begin a local region; a second call inside it changes nothing."""
-        if self._common is not None:
+        """Begin a local region; a second call inside it changes nothing, nor does one on the meta device."""
+        if self._common is not None or device.type == "meta":
             return
         drawn = int(torch.randint(_SEED_SPACE - 1, (), dtype=torch.int64))
         seed = (drawn + (self.slot + 1) * _SLOT_STRIDE) % _SEED_SPACE

@@ -7,13 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
@@ -146,6 +146,12 @@ class NTPStrategy(ModelParallelStrategy):
     def member(self) -> Member:
         """This process's member, with its recorder of collectives."""
         return self._there(self._member, "member")
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For a user's own use; the strategy cuts loaders by shares itself."""
+        return {"num_replicas": self.topology.num_replicas, "rank": self.member.replica}
 
     # Processes
 
@@ -355,7 +361,7 @@ class NTPStrategy(ModelParallelStrategy):
         return vote
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer wraps the user's
+        optimizer = _unwrapped(optimizer)
         self.member.clip(_parameters(optimizer), self._vote(optimizer), float(clip_val))
 
     def _norm_of(self, grads: Sequence[Tensor], norm_type: float) -> Tensor | None:
@@ -405,7 +411,7 @@ class NTPStrategy(ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = getattr(optimizer, "optimizer", optimizer)
+        optimizer = _unwrapped(optimizer)
         return gather_optimizer_state(self.member.model, optimizer, self.topology, self.global_rank)
 
     @override
@@ -414,7 +420,7 @@ class NTPStrategy(ModelParallelStrategy):
     ) -> None:
         if storage_options is not None:
             raise UnsupportedError(f"storage_options={storage_options!r} is not supported: a plain file is written")
-        path = Path(self.broadcast(os.fspath(filepath)))
+        path = self.broadcast(os.fspath(filepath))  # a string: a URL is no Path
         failure = None
         if self.is_global_zero:
             try:
@@ -458,6 +464,10 @@ class NTPStrategy(ModelParallelStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__.splitlines()[0])
+
+
+def _unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

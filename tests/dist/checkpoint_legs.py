@@ -125,7 +125,7 @@ def run_leg(rank: int, world_size: int, store: str, config: ModelConfig, name: O
 def _step(member: Member, model: nn.Module, optimizer: torch.optim.Optimizer, ids: tuple[int, ...]) -> None:
     mine = ids[member.replica :: member.topology.num_replicas]
     optimizer.zero_grad()
-    tokens = batch(mine)
+    tokens = batch(mine, model.net.config.vocab)
     loss = loss_fn(model(tokens), tokens)
     member.sync.begin(len(mine) / len(ids), sync=True)
     loss.backward()
@@ -156,7 +156,7 @@ def dense_from(path: Path, config: ModelConfig, name: OptimizerName) -> tuple[Ne
 
 def dense_step(model: Net, optimizer: torch.optim.Optimizer, ids: tuple[int, ...]) -> None:
     optimizer.zero_grad()
-    tokens = batch(ids)
+    tokens = batch(ids, model.net.config.vocab)
     loss_fn(model(tokens), tokens).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

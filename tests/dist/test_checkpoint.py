@@ -37,7 +37,7 @@ from tests.dist.checkpoint_legs import (
 )
 from tests.support.batches import TokenDataset
 from tests.support.gloo import gloo_world
-from tests.support.models import loss_fn
+from tests.support.models import ModelConfig, loss_fn
 from tests.support.reference import make_optimizer
 
 
@@ -65,6 +65,17 @@ def test_round_trip(workers, tmp_path, case):
         assert_same(end["state_dict"], plain.state_dict(), rtol=1e-12)
         assert_same(end["optimizer_states"][0], plain_optimizer.state_dict(), rtol=1e-12)
         assert all(each.identity_kept and each.extra == {"seed": 0} and each.lr == 1e-3 for each in told)
+
+
+def test_slots_without_units(workers, tmp_path):
+    """Two heads and three blocks of everything else on four slots."""
+    config = ModelConfig(vocab=3, width=8, num_heads=2, num_kv_heads=1, ffn=3, layers=1, fused_qkv=True)
+    first, again = tmp_path / "first.ckpt", tmp_path / "again.ckpt"
+    ids = (tuple(range(4)),)
+    workers.run(run_leg, 4, config, "adamw", Leg((4,), 4, ids, save=str(first)))
+    for degrees in ((3,), (2, 4)):
+        workers.run(run_leg, sum(degrees), config, "adamw", Leg(degrees, 4, (), load=str(first), again=str(again)))
+        assert_same(torch.load(again), torch.load(first))
 
 
 def test_tied_tensors_stay_tied_in_the_file(workers, tmp_path):

@@ -219,3 +219,6 @@ def test_urls_go_through_fsspec(tmp_path):
     save_file(OLD, url)
     assert_old(tmp_path / "a.ckpt")
     assert read_file(url)["epoch"] == 1
+    for call in (lambda: save_file(OLD, f"{url}/b.ckpt"), lambda: read_file(f"file://{tmp_path}/none.ckpt")):
+        with pytest.raises(CheckpointError, match="ckpt"):
+            call()
