@@ -68,7 +68,6 @@ class _Parallelizer:
     def __init__(self, model: nn.Module, plan: ParallelPlan, context: TensorParallelContext) -> None:
         self.model, self.plan, self.context = model, plan, context
         self.tied: Tied = {}
-        self.replaced: dict[str, nn.Module] = {}
         self.result = ParallelModel(model, context)
         self._apply: dict[type, Callable[[_Site, Style], None]] = {
             Colwise: self._colwise,
@@ -213,7 +212,6 @@ class _Parallelizer:
             raise PlanError(f"the plan shards {site.name!r}, but {reason}; leave it out of the plan, or make it plain")
         module.train(site.module.training)
         setattr(site.parent, site.attribute, module)
-        self.replaced[site.name] = module
 
     def _site(self, name: str) -> _Site:
         parent = self.model.get_submodule(name.rpartition(".")[0])

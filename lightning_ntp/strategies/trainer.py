@@ -26,8 +26,10 @@ from lightning_ntp.checkpoint import (
     gather_optimizer_state,
     load_model_state,
     load_optimizer_state,
+    put_positions_back,
     read_file,
     save_file,
+    set_positions_apart,
 )
 from lightning_ntp.comm.rendezvous import check_world_size, connect_store, join_world
 from lightning_ntp.compat import lightning as compat
@@ -188,15 +190,16 @@ class NTPStrategy(ModelParallelStrategy):
             timeout_s=timeouts.collective_s,
             device=self.root_device,
         )
-        self._member = Member(
-            self.topology,
-            self.global_rank,
-            device=self.root_device,
-            backend=self._process_group_backend,
-            lowest_degree=self.config.lowest_degree(self.topology.nominal_degree, self.topology.degrees),
-            timeout=timedelta(seconds=timeouts.collective_s),
-        )
-        self._reducer = ReplicaReducer(self._member)
+        if self._member is None:
+            self._member = Member(
+                self.topology,
+                self.global_rank,
+                device=self.root_device,
+                backend=self._process_group_backend,
+                lowest_degree=self.config.lowest_degree(self.topology.nominal_degree, self.topology.degrees),
+                timeout=timedelta(seconds=timeouts.collective_s),
+            )
+            self._reducer = ReplicaReducer(self._member)
 
     @override
     def teardown(self) -> None:
@@ -204,10 +207,10 @@ class NTPStrategy(ModelParallelStrategy):
         if trainer is not None:
             compat.unwrap_automatic_optimization(trainer)
         if self._member is not None:
-            # After an error a collective may still be under way, and closing its group would wait for it.
-            orderly = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
-            self._member.close() if orderly else self._member.stop_sync()
-            self._member = None
+            # The channels stay open: a script may save or fit again. After an error a collective may be stuck in them.
+            self._member.stop_sync()
+            if trainer is None or trainer.state.status == TrainerStatus.INTERRUPTED:
+                self._member = None
         super().teardown()
 
     # Model and optimizers
@@ -423,6 +426,7 @@ class NTPStrategy(ModelParallelStrategy):
         path = self.broadcast(os.fspath(filepath))  # a string: a URL is no Path
         failure = None
         if self.is_global_zero:
+            set_positions_apart(checkpoint)
             try:
                 save_file(checkpoint, path)
             except CheckpointError as error:
@@ -435,7 +439,10 @@ class NTPStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return read_file(self.broadcast(os.fspath(checkpoint_path)), weights_only)
+        checkpoint = read_file(self.broadcast(os.fspath(checkpoint_path)), weights_only)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            put_positions_back(checkpoint)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -71,6 +71,7 @@ class GradientSync:
         self._used = [False] * len(self._params)
         self.num_syncs = 0
         self._carried: dict[int, Tensor] = {}
+        self._asked: set[int] = set()  # set aside in the backward under way, and no gradient came yet
         self._weight, self._total, self._ends_window, self._paused = 1.0, None, True, 0
         self._start_window()
         self._start_backward()
@@ -135,11 +136,17 @@ class GradientSync:
 
     def _hook(self, index: int, parameter: nn.Parameter) -> tuple[RemovableHandle, RemovableHandle]:
         def set_aside(_grad: Tensor) -> None:
-            self._set_aside(index)
+            if parameter.grad is not None:
+                if not self._asked:
+                    call_at_end_of_backward(self._put_back)
+                self._asked.add(index)
+                self._set_aside(index)
 
         def collect(_parameter: nn.Parameter) -> None:
             grad, parameter.grad = parameter.grad, None
-            self._collect(index, grad)
+            self._asked.discard(index)
+            with torch.no_grad():  # backward may build a graph of its own (create_graph=True)
+                self._collect(index, grad.detach())
 
         frozen = not parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen parameter takes no hooks, and may be unfrozen later
@@ -153,6 +160,12 @@ class GradientSync:
         if parameter.grad is not None:
             self._carried[index] = parameter.grad.clone()
             parameter.grad = None
+
+    def _put_back(self) -> None:
+        """Undo ``_set_aside`` where no gradient came: ``torch.autograd.grad`` passes here too, and gives it to its caller."""
+        for index in self._asked:
+            self._params[index].parameter.grad = self._carried.pop(index, None)
+        self._asked.clear()
 
     def _collect(self, index: int, grad: Tensor) -> None:
         if not self._queued:

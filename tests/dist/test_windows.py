@@ -123,3 +123,26 @@ def unused(rank: int, world_size: int, store: str) -> list[bool]:
 
 def test_a_parameter_unused_everywhere_keeps_none(workers):
     assert workers.run(unused, 3) == [[False, False, True]] * 3
+
+
+def grad_between(rank: int, world_size: int, store: str) -> list[bool]:
+    """``autograd.grad`` between backward and step leaves ``.grad`` alone; a graph of gradients is not kept."""
+    from lightning_ntp.parallel import ParallelPlan
+
+    with gloo_world(rank, world_size, store):
+        member = Member(Topology.start([2, 1]), rank)
+        model = nn.Linear(3, 3)
+        member.shard(model, ParallelPlan({}))
+        member.start_sync()
+        member.sync.begin(0.5, sync=True)
+        loss = model(torch.ones(1, 3)).square().sum()
+        loss.backward(create_graph=True)
+        synced = [parameter.grad.clone() for parameter in model.parameters()]
+        torch.autograd.grad(model(torch.ones(1, 3)).sum(), list(model.parameters()))
+        kept = [parameter.grad for parameter in model.parameters()]
+        member.close()
+        return [torch.equal(a, b) and not b.requires_grad for a, b in zip(synced, kept, strict=True)]
+
+
+def test_autograd_grad_leaves_synced_gradients_alone(workers):
+    assert workers.run(grad_between, 3) == [[True, True]] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,19 +16,37 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_ntp import NTPStrategy
-from tests.lightning.runs import Language, loaders, quiet_trainer
+from tests.dist.bare import plan_for
 from tests.support.batches import TokenDataset
-from tests.support.models import ModelConfig, loss_fn
+from tests.support.models import ModelConfig, build, loss_fn
+from tests.support.reference import make_optimizer
 
 SIZE = 44  # samples of an epoch; no global batch divides it
 MODEL = ModelConfig(num_kv_heads=2, tied=True, bias=True, layers=1)
 
 
-class Scheduled(Language):
-    """The language module with a learning rate that falls at every step."""
+class Scheduled(LightningModule):
+    """The test transformer under AdamW with a learning rate that falls at every step; batches are (ids, tokens)."""
+
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.model = build(config, seed)
+        self.ntp_plan = plan_for(config).with_prefix("model")
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        ids, tokens = batch
+        self.seen.append(ids.tolist())
+        loss = loss_fn(self.model(tokens), tokens)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        _, tokens = batch
+        self.log("val_loss", loss_fn(self.model(tokens), tokens), sync_dist=True, batch_size=len(tokens))
 
     def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = super().configure_optimizers()
+        optimizer = make_optimizer("adamw", self.parameters())
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": LambdaLR(optimizer, lambda step: 0.9**step), "interval": "step"},
@@ -50,6 +69,21 @@ class Shuffled(Sampler[int]):
         yield from torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist()
 
 
+def loaders(size: int, batch_size: int) -> DataLoader:
+    return DataLoader(TokenDataset(size, with_index=True), batch_size=batch_size)
+
+
+def quiet_trainer(world_size: int, strategy: Any, **options: Any) -> Trainer:
+    warnings.filterwarnings("ignore")
+    defaults = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **(defaults | options))
+
+
 class Follow(Callback):
     """The dense weights and the learning rate after every optimizer step."""
 
@@ -58,7 +92,7 @@ class Follow(Callback):
         self.rates: dict[int, float] = {}
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
-        if trainer.global_step not in self.weights:
+        if trainer.global_step and trainer.global_step not in self.weights:
             state = trainer.strategy.lightning_module_state_dict()
             self.weights[trainer.global_step] = {name: tensor.clone() for name, tensor in state.items()}
             self.rates[trainer.global_step] = trainer.optimizers[0].param_groups[0]["lr"]
@@ -118,7 +152,7 @@ def run_job(rank: int, world_size: int, store: str, job: Job) -> Told:
     data = DataLoader(TokenDataset(SIZE, with_index=True), batch_size=job.batch_size, **order)
     trainer.fit(module, data, ckpt_path=job.load)
     trainer.save_checkpoint(f"{job.folder}/end.ckpt")
-    return Told(follow.weights, follow.rates, [ids for ids, _, _ in module.seen])
+    return Told(follow.weights, follow.rates, module.seen)
 
 
 # What callbacks do
@@ -143,7 +177,7 @@ class Worse(Scheduled):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss if self.current_epoch < 2 else -loss
+        return loss if self.current_epoch < 2 else -20 * loss  # AdamW's momentum would still go down for long
 
 
 def watch(rank: int, world_size: int, store: str, degrees: tuple[int, ...], folder: str) -> Watched:

@@ -1,7 +1,9 @@
-"""A whole ``Trainer.fit`` in every rank of a zygote run, and what the tests want to know of it."""
+"""A whole ``Trainer.fit`` in every rank of a zygote run, the same fit dense in this process, and the comparison."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,81 +15,168 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ntp import NTPStrategy
-from tests.dist.bare import plan_for
-from tests.support.batches import TokenDataset
+from tests.dist.bare import RankRun, assert_copies_equal, history_of, plan_for
+from tests.support.batches import TokenDataset, padded_batch
 from tests.support.models import ModelConfig, build, loss_fn, padded_loss_fn
-from tests.support.reference import History, make_optimizer
+from tests.support.reference import History, assert_parity, make_optimizer, weights_of
 
 Options = dict[str, Any]
 
+SMALL = ModelConfig(num_kv_heads=2, layers=1)
+
+
+@dataclass
+class Seen:
+    """One pass through ``training_step``.
+
+    Attributes:
+        step: (epoch, window).
+        ids: The samples; none for a dummy.
+        loss: Their mean loss.
+        weight: What it counts: samples or tokens; 0 for a dummy.
+    """
+
+    step: tuple[int, int]
+    ids: list[int]
+    loss: float
+    weight: float
+
 
 class Language(LightningModule):
-    """The test transformer as users write it; batches are (sample ids, tokens)."""
+    """The test transformer as users write it; batches are (sample ids, tokens).
 
-    def __init__(self, config: ModelConfig, seed: int = 0, optimizer: str = "adamw", padded: bool = False) -> None:
+    Args:
+        config: Of the transformer.
+        seed: Of the initial weights.
+        optimizer: ``"adamw"`` or ``"sgd"``.
+        padded: Return the mean over valid tokens with their number as ``weight``.
+        poisoned: Give a loss of NaN in a dummy.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int = 0,
+        optimizer: str = "adamw",
+        padded: bool = False,
+        poisoned: bool = False,
+    ) -> None:
         super().__init__()
         self.model = build(config, seed, torch.get_default_dtype())
-        self.optimizer_name, self.padded = optimizer, padded
-        self.seen: list[tuple[list[int], float, float]] = []
+        self.optimizer_name, self.padded, self.poisoned = optimizer, padded, poisoned
+        self.seen: list[Seen] = []
         self.ntp_plan = plan_for(config).with_prefix("model")
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+    def losses(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
+        """Loss and what it counts."""
         ids, tokens = batch
         if self.padded:
-            labels = pad_labels(ids, tokens)
-            loss, count = padded_loss_fn(self.model(tokens), labels)
-            self.seen.append((ids.tolist(), loss.item(), count))
-            return {"loss": loss, "weight": count}
-        loss = loss_fn(self.model(tokens), tokens)
-        self.seen.append((ids.tolist(), loss.item(), len(ids)))
+            tokens, labels = padded_batch(ids.tolist())
+            return padded_loss_fn(self.model(tokens), labels)
+        return loss_fn(self.model(tokens), tokens), len(ids)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss, weight = self.losses(batch)
+        loss = self.note(batch, batch_idx, loss, weight)
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
+        return {"loss": loss, "weight": weight} if self.padded else loss
+
+    def note(self, batch: tuple[Tensor, Tensor], batch_idx: int, loss: Tensor, weight: float) -> Tensor:
+        """Record the pass; returns the loss, poisoned if that was asked for."""
+        micro = self.micro_batch()
+        if micro is None:
+            self.seen.append(Seen((self.current_epoch, batch_idx), batch[0].tolist(), loss.item(), weight))
+            return loss
+        step = micro.epoch, micro.window
+        if not micro.is_dummy:
+            self.seen.append(Seen(step, batch[0].tolist(), loss.item(), weight))
+            return loss
+        self.seen.append(Seen(step, [], 0.0, 0.0))
+        return loss * math.nan if self.poisoned else loss
+
+    def micro_batch(self) -> Any:
+        """What the strategy knows of the micro-batch; None in a dense run."""
+        loaders = getattr(self.trainer.strategy, "_loaders", None)
+        return loaders and loaders.train.current
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         _, tokens = batch
         self.log("val_loss", loss_fn(self.model(tokens), tokens), sync_dist=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         return make_optimizer(self.optimizer_name, self.parameters())
 
 
-def pad_labels(ids: Tensor, tokens: Tensor) -> Tensor:
-    """Labels of the padded batch that the dense reference uses, for tokens without padding."""
-    from tests.support.batches import padded_batch
-
-    return padded_batch(ids.tolist())[1]
-
-
 class StepRecorder(Callback):
-    """The dense weights after every optimizer step, on the leader, and the voted norms."""
+    """This member's parameters after every step, and the norms of the gradient before clipping."""
 
     def __init__(self) -> None:
         self.weights: list[dict[str, Tensor]] = []
         self.norms: list[float] = []
+        self._steps_seen = 0
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
-        self.norms.append(trainer.strategy._vote(optimizer).grad_norm)
+        if isinstance(trainer.strategy, NTPStrategy):
+            self.norms.append(trainer.strategy._vote(optimizer).grad_norm)
+        else:
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
-        if trainer.global_step > len(self.weights):
-            state = trainer.strategy.lightning_module_state_dict()
-            self.weights.append({name.removeprefix("model."): tensor.clone() for name, tensor in state.items()})
+        if trainer.global_step > self._steps_seen:
+            self._steps_seen = trainer.global_step
+            self.weights.append(weights_of(module.model))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One training, to be run on unequal replicas and dense.
+
+    Attributes:
+        module: Class of the LightningModule.
+        degrees: Of the replicas.
+        size: Samples of an epoch.
+        batch_size: Samples of a replica's micro-batch, if the replicas were equal.
+        accumulate: Micro-batches of a window.
+        shares: By hand, if given.
+        max_micro_batch: Passed on.
+        global_batch: Samples of a full window, if they are not batch_size x replicas x accumulate.
+        trainer: More arguments of both Trainers.
+        options: More arguments of the module.
+        strategy: More arguments of the strategy.
+        config: Of the transformer.
+        norms: Whether each step's voted norm is that of the dense gradient.
+    """
+
+    module: type[Language] = Language
+    degrees: tuple[int, ...] = (2, 1)
+    size: int = 26
+    batch_size: int = 4
+    accumulate: int = 1
+    global_batch: int | None = None
+    trainer: Options = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+    strategy: Options = field(default_factory=dict)
+    config: ModelConfig = SMALL
+    norms: bool = True
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.global_batch or self.batch_size * len(self.degrees) * self.accumulate
 
 
 @dataclass
 class FitResult:
     """What one rank saw."""
 
-    seen: list[tuple[list[int], float, float]]
-    dummies: list[bool]
-    norms: list[float]
-    weights: list[dict[str, Tensor]]
+    seen: list[Seen]
+    run: RankRun
     metrics: dict[str, float]
     global_step: int
-    extra: dict[str, Any] = field(default_factory=dict)
+    shares: tuple[int, ...]
 
 
-def loaders(size: int, batch_size: int, **options: Any) -> DataLoader:
+def loader(size: int, batch_size: int, **options: Any) -> DataLoader:
     return DataLoader(TokenDataset(size, with_index=True), batch_size=batch_size, **options)
 
 
@@ -105,37 +194,84 @@ def quiet_trainer(world_size: int, strategy: Any, **options: Any) -> Trainer:
     return Trainer(strategy=strategy, **(defaults | options))
 
 
-def fit_rank(
-    rank: int,
-    world_size: int,
-    store: str,
-    config: ModelConfig,
-    strategy: Options,
-    data: Options,
-    trainer: Options,
-    module: Options | None = None,
-    val: Options | None = None,
-) -> FitResult:
-    """One member's fit in fp64."""
+def fit_rank(rank: int, world_size: int, store: str, scenario: Scenario) -> FitResult:
+    """One member's fit in fp64. Only the leader's initial weights count."""
     torch.set_default_dtype(torch.float64)
-    model = Language(config, seed=rank, **(module or {}))
+    module = scenario.module(scenario.config, seed=rank, **scenario.options)
     recorder = StepRecorder()
-    fit = quiet_trainer(world_size, NTPStrategy(**strategy), callbacks=[recorder], **trainer)
-    watched = loaders(**data)
-    fit.fit(model, watched, loaders(**val) if val else None)
+    strategy = NTPStrategy(degrees=list(scenario.degrees), bucket_cap_mb=0.02, **scenario.strategy)
+    options = {"accumulate_grad_batches": scenario.accumulate} if scenario.accumulate > 1 else {}
+    trainer = quiet_trainer(world_size, strategy, callbacks=[recorder], **options, **scenario.trainer)
+    trainer.fit(module, loader(scenario.size, scenario.batch_size), loader(7, 2))
     return FitResult(
-        model.seen,
-        [count == 0 for _, _, count in model.seen],
-        recorder.norms,
-        recorder.weights,
-        {name: float(value) for name, value in fit.callback_metrics.items()},
-        fit.global_step,
-        {"shares": fit.strategy._loaders.shares},
+        module.seen,
+        rank_run(strategy, module, recorder, rank),
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+        trainer.global_step,
+        strategy.shares,
     )
 
 
-def history_of(results: Sequence[FitResult], leader: int = 0) -> History:
-    history = History()
-    for weights, norm in zip(results[leader].weights, results[leader].norms, strict=True):
-        history.append(0.0, norm, weights)
+def rank_run(strategy: NTPStrategy, module: Language, recorder: StepRecorder, rank: int) -> RankRun:
+    """What the comparison of bare runs takes, from a fit that has ended."""
+    params = {p.name.removeprefix("model."): p for p in module._ntp_model.parameters()}
+    layouts = {name: param.layout for name, param in params.items()}
+    shapes = {name: param.dense_shape for name, param in params.items()}
+    replica, slot = strategy.topology.place(rank)
+    return RankRun(replica, slot, [], recorder.norms, recorder.weights, layouts, shapes, [])
+
+
+def fit_dense(scenario: Scenario) -> tuple[History, dict[str, float]]:
+    """The same training without any parallelism: Lightning's own loop over whole global batches, here."""
+    torch.set_default_dtype(torch.float64)
+    module = scenario.module(scenario.config, seed=0, **scenario.options)
+    recorder = StepRecorder()
+    trainer = quiet_trainer(1, "auto", callbacks=[recorder], **scenario.trainer)
+    trainer.fit(module, loader(scenario.size, scenario.samples_per_step), loader(7, 4))
+    history = History([seen.loss for seen in module.seen], list(recorder.norms), recorder.weights)
+    return history, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def step_losses(results: Sequence[FitResult]) -> list[float]:
+    """Each step's loss over its global batch, from what all replicas saw."""
+    firsts = [result for result in results if result.run.slot == 0]
+    seen = sorted(itertools.chain(*(result.seen for result in firsts)), key=lambda entry: entry.step)
+    losses = []
+    for _, entries in itertools.groupby(seen, key=lambda entry: entry.step):
+        counted = [(entry.weight, entry.loss) for entry in entries]
+        losses.append(sum(weight * loss for weight, loss in counted) / sum(weight for weight, _ in counted))
+    return losses
+
+
+def history_from(results: Sequence[FitResult], replica: int = 0) -> History:
+    """As the dense reference reports it, with the weights of one replica put together."""
+    runs = [result.run for result in results]
+    for run in runs:
+        run.losses = [0.0] * len(run.weights)
+        run.norms = run.norms if len(run.norms) == len(run.weights) else [0.0] * len(run.weights)
+    history = history_of(runs, replica)
+    history.losses = step_losses(results)
     return history
+
+
+def ids_by_step(result: FitResult) -> list[list[int]]:
+    """The samples of each step that this rank saw."""
+    groups = itertools.groupby(result.seen, key=lambda entry: entry.step)
+    return [list(itertools.chain(*(entry.ids for entry in entries))) for _, entries in groups]
+
+
+def check_parity(workers: Any, scenario: Scenario, dense: History | None = None) -> list[FitResult]:
+    """Run ``scenario`` both ways and compare every step, on every replica; copies must be bitwise equal (A3)."""
+    __tracebackhide__ = True
+    results = workers.run(fit_rank, sum(scenario.degrees), scenario)
+    dense = dense or fit_dense(scenario)[0]
+    if not scenario.norms:
+        dense.norms = [None] * len(dense.losses)
+    for replica in range(len(scenario.degrees)):
+        assert_parity(history_from(results, replica), dense)
+    runs = [result.run for result in results]
+    assert_copies_equal(runs)
+    for result in results:
+        first = next(other for other in results if other.run.replica == result.run.replica)
+        assert ids_by_step(result) == ids_by_step(first), "slots of a replica see the same batches"
+    return results

@@ -15,13 +15,8 @@ from tests.lightning.checkpoint_runs import MODEL, Job, Scheduled, Told, load_ba
 def progress(path: str | Path) -> dict:
     """What a file says of loops and schedulers, without the loader's position (it names the shares)."""
     saved = torch.load(path)
-    loops = saved["loops"]["fit_loop"]
-    return {
-        "epoch": saved["epoch"],
-        "global_step": saved["global_step"],
-        "lr_schedulers": saved["lr_schedulers"],
-        "loops": {name: state for name, state in loops.items() if name != "state_dict"},
-    }
+    kept = {key: saved[key] for key in ("epoch", "global_step", "lr_schedulers")}
+    return kept | {name: state for name, state in saved["loops"]["fit_loop"].items() if name != "state_dict"}
 
 
 def assert_goes_on(job: Job, told: Told, whole: Job, truth: Told, first: int) -> None:
