@@ -1,4 +1,4 @@
-"""``lightning-ntp plan FACTORY``: the parallel plan of a model, what each slot then holds, and whether the model runs so.
+"""``lightning-ntp plan FACTORY``: the parallel plan of a model, what each slot holds, and whether the model runs so.
 
 FACTORY is ``module:callable``, such as ``train:MyModule`` or ``my_package.models:make``: called without arguments it
 returns the model. Nothing is trained and nothing starts; the model is built without data where its code allows it.
@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
     """Declare the verb's arguments."""
     parser = subparsers.add_parser("plan", help="show and check the parallel plan of a model", description=__doc__)
     parser.add_argument("factory", metavar="FACTORY", help="module:callable that returns the model")
-    parser.add_argument("--tensor-parallel-size", type=int, default=8, help="degree when nothing has failed (default: 8)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=8, help="nominal degree (default: 8)")
     parser.add_argument("--min-tensor-parallel-size", type=int, default=1, help="lowest degree to check (default: 1)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one line of JSON")

@@ -79,6 +79,11 @@ def keep_samplers(trainer: Any) -> None:
     connector.use_distributed_sampler = False
 
 
+def logs_graph(logger: Any) -> bool:
+    """Whether a logger will run the model to draw its graph."""
+    return bool(getattr(logger, "_log_graph", False))
+
+
 # Running
 
 

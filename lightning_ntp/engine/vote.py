@@ -20,7 +20,7 @@ class Vote:
 
     Attributes:
         grad_norm: 2-norm of the synced gradient of the dense parameters that were voted on.
-        used: For each of them, whether any member had a gradient in this window.
+        used: For each of them, whether any member had a gradient in this window, or one was kept from an earlier.
     """
 
     grad_norm: float
@@ -50,11 +50,12 @@ class Ballot:
         flags = [float(flag) for flag in self._sync.used(parameters)]
         ballot = torch.tensor([self._owned_square(parameters), *flags], dtype=torch.float64)
         square, *used = self._tree.sum(ballot, tag="vote").tolist()
-        self._sync.forget_used(parameters)
-        for parameter, count in zip(parameters, used, strict=True):
-            if not count:
+        found = tuple(count > 0 for count in used)
+        self._sync.settle_used(parameters, found)
+        for parameter, is_used in zip(parameters, found, strict=True):
+            if not is_used:
                 parameter.grad = None
-        return Vote(square**0.5, tuple(count > 0 for count in used))
+        return Vote(square**0.5, found)
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> float:
         """2-norm of the dense gradient of these parameters, without a vote. All members must ask."""

@@ -142,7 +142,7 @@ class _Parallelizer:
     def _fused_gate_up(self, site: _Site, style: FusedGateUp, entry: BlockInput | None = None) -> None:
         linear = _expect_linear(site, "fused_gate_up")
         if linear.out_features % 2:
-            raise PlanError(f"{site.name!r} makes {linear.out_features} features, which are not [gate | up] of one size")
+            raise PlanError(f"{site.name!r} makes {linear.out_features} features, not [gate | up] of one size")
         half = self._features(linear.out_features // 2)
         self._column(site, Sharded(0, (half, half)), entry=entry)
 
@@ -194,7 +194,8 @@ class _Parallelizer:
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads:
             raise PlanError(
-                f"num_heads={num_heads}, num_kv_heads={kv_heads} for {name!r}: query heads must be a multiple of KV heads"
+                f"num_heads={num_heads}, num_kv_heads={kv_heads} for {name!r}: "
+                "query heads must be a multiple of KV heads"
             )
         return GroupedFamily(num_heads, kv_heads, self.context.nominal_degree)
 
@@ -264,8 +265,8 @@ def _refuse_distributed(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise UnsupportedError(
-                f"parameter {name!r} is a DTensor (parallelize_module or fully_shard was applied): NTPStrategy shards the "
-                "model itself; remove that call and describe the model in `plan`"
+                f"parameter {name!r} is a DTensor (parallelize_module or fully_shard was applied): NTPStrategy shards "
+                "the model itself; remove that call and describe the model in `plan`"
             )
     for name, module in model.named_modules():
         if type(module).__name__ in ("FullyShardedDataParallel", "DistributedDataParallel", "OptimizedModule"):

@@ -53,8 +53,8 @@ def find_plan(plan: ParallelPlan | Mapping[str, Any] | str | None, module: nn.Mo
         module: The dense model.
 
     Raises:
-        PlanError: if there is nothing to shard, a head count can't be known, or a plan that was found cannot be read. The
-            message has a plan to paste.
+        PlanError: if there is nothing to shard, a head count can't be known, or a plan that was found cannot be read.
+            The message has a plan to paste.
     """
     return locate_plan(plan, module).plan
 
@@ -117,9 +117,9 @@ def _inferred(module: nn.Module) -> FoundPlan:
     if not found.styles:
         kept = "".join(f"\n  {note}" for note in found.notes)
         raise PlanError(
-            f"no plan was found for {type(module).__name__}: it has no ntp_plan, is no Hugging Face model with a plan, and "
-            f"none of its layers can be sharded without knowing more.{kept}\nGive a plan; plan={{}} replicates everything. "
-            f"Its Linears and Embeddings:\n{stub(module)}"
+            f"no plan was found for {type(module).__name__}: it has no ntp_plan, is no Hugging Face model with a plan, "
+            f"and none of its layers can be sharded without knowing more.{kept}\n"
+            f"Give a plan; plan={{}} replicates everything. Its Linears and Embeddings:\n{stub(module)}"
         )
     plan = compress(found.styles, module)
     notes = list(found.notes)

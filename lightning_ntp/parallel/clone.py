@@ -76,7 +76,7 @@ def places(model: ParallelModel, block: nn.Module) -> list[Place]:
 class MetaClone:
     """A copy of a module on the meta device.
 
-    Modules and the containers among their attributes are copied; hooks are not. Everything else is shared and only read.
+    Modules and the containers among their attributes are copied; hooks are not. The rest is shared and only read.
 
     Args:
         model: The model that holds the module.

@@ -39,8 +39,8 @@ def kv_heads_of(name: str, num_heads: int, width: int, kv_width: int) -> int:
     head_dim, rest = divmod(width, num_heads)
     if rest or kv_width % head_dim or not kv_width or num_heads % (kv_width // head_dim):
         raise PlanError(
-            f"the head counts of {name!r} are not known: num_heads={num_heads} does not fit {width} query and {kv_width} "
-            "KV features; write them in the plan: 'attention(num_heads=..., num_kv_heads=...)'"
+            f"the head counts of {name!r} are not known: num_heads={num_heads} does not fit {width} query and "
+            f"{kv_width} KV features; write them in the plan: 'attention(num_heads=..., num_kv_heads=...)'"
         )
     return kv_width // head_dim
 

@@ -1,15 +1,15 @@
 """A plan for plain ``nn.Linear`` and ``nn.Embedding`` layers about which nobody said anything.
 
-Two kinds of style are used. *Closed* ones give the surrounding code the dense tensors that it knows, whatever it does with
-them: an embedding over its vocabulary, a Linear that gathers its output. *Blocks* leave local tensors between their layers,
-and are taken only where names, shapes and head counts agree:
+Two kinds of style are used. *Closed* ones give the surrounding code the dense tensors that it knows, whatever it does
+with them: an embedding over its vocabulary, a Linear that gathers its output. *Blocks* leave local tensors between
+their layers, and are taken only where names, shapes and head counts agree:
 
 * an attention with Linears under usual names for q, k, v and o, whose head count an attribute or a config says;
 * a feed-forward with gate, up and down, or up and down with nothing but activations beside them;
 * a plain ``nn.Sequential``: Linear, activations, Linear.
 
-A fused [q | k | v] is not taken as a block: its order cannot be seen from outside. Left replicated are layers whose weight
-somebody reads without calling them, subclasses with a forward of their own, and layers that are shared.
+A fused [q | k | v] is not taken as a block: its order cannot be seen from outside. Left replicated are layers whose
+weight somebody reads without calling them, subclasses with a forward of their own, and layers that are shared.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ ELEMENTWISE = (
     nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.ReLU6, nn.Hardswish,
     nn.Hardtanh, nn.Hardsigmoid, nn.Mish, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Identity, nn.Dropout,
 )  # fmt: skip
+LAYERS = (nn.Linear, nn.Embedding)
 GATHERED = Colwise(gather_output=True)
 UNKNOWN = -1  # heads, in a plan that the user has to complete
 
@@ -69,11 +70,11 @@ def stub(model: nn.Module, known: Mapping[str, Style] | None = None) -> str:
     blocks = tuple(f"{name}." for name in styles)
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if name and name not in styles and not name.startswith(blocks) and isinstance(module, (nn.Linear, nn.Embedding)):
-            if why_not_plain(module, modules[name.rpartition(".")[0]]) is None:
-                styles[name] = Vocab() if isinstance(module, nn.Embedding) else GATHERED
-    texts = {pattern: format_style(style).replace(f"num_heads={UNKNOWN}", "num_heads=...") for pattern, style in compress(styles, model)}
-    return "plan = {\n" + "".join(f"    {pattern!r}: {text!r},\n" for pattern, text in texts.items()) + "}"
+        is_open = name and name not in styles and not name.startswith(blocks)
+        if is_open and isinstance(module, LAYERS) and why_not_plain(module, modules[name.rpartition(".")[0]]) is None:
+            styles[name] = Vocab() if isinstance(module, nn.Embedding) else GATHERED
+    lines = [f"    {pattern!r}: {format_style(style)!r},\n" for pattern, style in compress(styles, model)]
+    return "plan = {\n" + "".join(lines).replace(f"num_heads={UNKNOWN}", "num_heads=...") + "}"
 
 
 class _Inference:
@@ -147,15 +148,15 @@ class _Inference:
         names = ", ".join(map(repr, self.headless[:4])) + (", ..." if len(self.headless) > 4 else "")
         known = dict(self.found.styles) | {name: Attention(UNKNOWN) for name in self.headless}
         raise PlanError(
-            f"the number of heads of {names} is not known: no attribute such as num_heads or head_dim of the module or of a "
-            f"config says it. Complete this plan and give it as the argument or as the model's `ntp_plan`:\n"
+            f"the number of heads of {names} is not known: no attribute such as num_heads or head_dim of the module "
+            f"or of a config says it. Complete this plan and give it as the argument or as the model's `ntp_plan`:\n"
             f"{stub(self.model, known)}"
         )
 
     # Single layers
 
     def _closed(self, name: str, module: nn.Module) -> None:
-        if not name or name in self.taken or not isinstance(module, (nn.Linear, nn.Embedding)):
+        if not name or name in self.taken or not isinstance(module, LAYERS):
             return
         reason = self._why_not(name)
         if reason is not None:

@@ -52,7 +52,8 @@ class Cuts:
         is_split = width > 0 and size == width and len(pieces) > 1
         if is_split and self.head not in pieces and not any(s in pieces for s in self.segments if s < width):
             raise HardCodedShape(
-                f"{width} local features were reshaped to {tuple(result.shape)}, which cuts through heads of {self.head}"
+                f"{width} local features were reshaped to {tuple(result.shape)}, "
+                f"which cuts through heads of {self.head}"
             )
 
 
@@ -60,9 +61,9 @@ class MetaMode(TorchFunctionMode):
     """Every tensor that an operation meets becomes a meta tensor, every floating one float32: autocast or a mixture of
     precisions must not matter for a shape.
 
-    A ``view`` with a fixed number of heads and a free head size (``view(b, t, 8, -1)``) runs at every degree and is wrong at
-    most. So the outputs of column-parallel layers of heads are followed through views and elementwise operations, and
-    where their last dimension is split, a head must stay whole.
+    A ``view`` with a fixed number of heads and a free head size (``view(b, t, 8, -1)``) runs at every degree and is
+    wrong at most. So the outputs of column-parallel layers of heads are followed through views and elementwise
+    operations, and where their last dimension is split, a head must stay whole.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """Run blocks on tensors without data at every degree and slot, to find shapes that somebody wrote down.
 
-A model may fit the degree it starts with and fail at the one that a lost GPU leaves behind. So before the first forward of
-each kind of block goes on, the block runs on meta tensors at every place that may be reached (section "Modules" of the
-design): a ``view`` with a number of heads that does not follow the slot is found now, with the module's name.
+A model may fit the degree it starts with and fail at the one that a lost GPU leaves behind. So before the first forward
+of each kind of block goes on, the block runs on meta tensors at every place that may be reached (section "Modules" of
+the design): a ``view`` with a number of heads that does not follow the slot is found now, with the module's name.
 
-Nothing real is touched: the block is cloned, inputs are copied without data, random generators are put back. A block that
-does not run on meta tensors even when dense (``.item()``, a foreign kernel) is skipped with a log line.
+Nothing real is touched: the block is cloned, inputs are copied without data, random generators are put back. A block
+that does not run on meta tensors even when dense (``.item()``, a foreign kernel) is skipped with a log line.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ntp.compat import lightning as compat
 from lightning_ntp.errors import UnsupportedError
 
 SUPPORTED_PRECISION = ("32-true", "64-true", "bf16-mixed", "bf16-true")
@@ -85,6 +86,12 @@ def check_trainer(trainer: Any) -> None:
         UnsupportedError: names the option.
     """
     check_callbacks(trainer.callbacks)
+    for logger in trainer.loggers:
+        if compat.logs_graph(logger):
+            raise UnsupportedError(
+                f"{type(logger).__name__}(log_graph=True) is not supported: the leader alone would run the forward and "
+                "wait for the other members; drop log_graph"
+            )
     if getattr(trainer, "sync_batchnorm", False):
         raise UnsupportedError("sync_batchnorm=True is not supported: its groups would count every slot of a replica")
 

@@ -113,6 +113,10 @@ class Bucket:
             if not filled:
                 gradient.zero_()
 
+    def has_gradient(self, at: int) -> bool:
+        """Whether anything was collected for the parameter at position ``at``."""
+        return self._filled[at]
+
     def gradient(self, at: int) -> Tensor:
         """The local gradient of the parameter at position ``at``, a view of the buffer."""
         return self._gradients[at]

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ntp.comm.lane import Lane
 from lightning_ntp.compat.torch import call_at_end_of_backward
+from lightning_ntp.errors import UnsupportedError
 from lightning_ntp.layout import BucketKind, ParameterSize, cut_buckets
 from lightning_ntp.parallel.model import ParallelModel, ParallelParameter
 from lightning_ntp.sync.bucket import Bucket, SyncChannels
@@ -71,6 +72,7 @@ class GradientSync:
         self._used = [False] * len(self._params)
         self.num_syncs = 0
         self._carried: dict[int, Tensor] = {}
+        self._summed: list[Bucket] = []  # in the sync under way
         self._asked: set[int] = set()  # set aside in the backward under way, and no gradient came yet
         self._weight, self._total, self._ends_window, self._paused = 1.0, None, True, 0
         self._start_window()
@@ -111,14 +113,15 @@ class GradientSync:
         self._finish()
 
     def used(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
-        """Whether each parameter got a gradient on this member since ``forget_used``."""
+        """Whether the gradient that each parameter holds is one: on this member, or by an earlier vote anywhere."""
         used = {id(param.parameter): flag for param, flag in zip(self._params, self._used, strict=True)}
         return [used.get(id(parameter), False) for parameter in parameters]
 
-    def forget_used(self, parameters: Sequence[nn.Parameter]) -> None:
-        done = {id(parameter) for parameter in parameters}
+    def settle_used(self, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
+        """Take over what a vote found. It holds until the gradient is cleared: a later backward may add to it."""
+        found = {id(parameter): flag for parameter, flag in zip(parameters, used, strict=True)}
         self._used = [
-            flag and id(param.parameter) not in done for param, flag in zip(self._params, self._used, strict=True)
+            found.get(id(param.parameter), flag) for param, flag in zip(self._params, self._used, strict=True)
         ]
 
     @property
@@ -170,11 +173,16 @@ class GradientSync:
     def _collect(self, index: int, grad: Tensor) -> None:
         if not self._queued:
             self._queued = True
+            self._expect_gradients()
             call_at_end_of_backward(self._finish if self._syncing else self._start_backward)
         bucket, at = self._place[index]
+        if bucket.number < self._launched:
+            raise UnsupportedError(
+                f"parameter {self._params[index].name!r} got a gradient although it was frozen before backward began: set "
+                "requires_grad (toggle_optimizer) before the forward, not between forward and backward"
+            )
         if self._weight:
             bucket.add(at, grad, self._weight)
-            self._used[index] = True
         self._missing[bucket.number].discard(index)
         if self._syncing:
             self._launch_ready()
@@ -182,12 +190,17 @@ class GradientSync:
     # Launching
 
     def _start_window(self) -> None:
+        """Buckets that were not launched keep what they have collected: their parameters are frozen just now."""
         self._launched = 0
-        for bucket in self._buckets:
+        for bucket in self._summed:
             bucket.reset()
+        self._summed.clear()
 
     def _start_backward(self) -> None:
         self._queued = False
+
+    def _expect_gradients(self) -> None:
+        """As a backward begins, not before: what is frozen may have changed since the last one."""
         self._missing = [
             {index for index in bucket.indices if self._params[index].parameter.requires_grad}
             for bucket in self._buckets
@@ -208,6 +221,7 @@ class GradientSync:
             bucket.fill_missing()
             total = self._total
             self._lane.submit(lambda: bucket.sum_over_replicas(total))
+            self._summed.append(bucket)
 
     def _finish(self) -> None:
         while self._launched < len(self._buckets):
@@ -221,14 +235,14 @@ class GradientSync:
             self._start_backward()
 
     def _hand_out(self) -> None:
-        for index, param in enumerate(self._params):
-            parameter = param.parameter
-            if not parameter.requires_grad:
-                continue
-            bucket, at = self._place[index]
-            synced = bucket.gradient(at).to(parameter.dtype)
-            carried = self._carried.pop(index, None)
-            parameter.grad = synced if carried is None else carried.add_(synced)
+        """To frozen parameters too: they may have been collected, or voted on, before they were frozen (by a toggle)."""
+        for bucket in self._summed:
+            for at, index in enumerate(bucket.indices):
+                parameter = self._params[index].parameter
+                synced = bucket.gradient(at).to(parameter.dtype)
+                carried = self._carried.pop(index, None)
+                parameter.grad = synced if carried is None else carried.add_(synced)
+                self._used[index] = bucket.has_gradient(at) or (carried is not None and self._used[index])
 
 
 def _build_buckets(

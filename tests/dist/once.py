@@ -132,4 +132,4 @@ def assert_close(value: Tensor, expected: Tensor, what: str, tolerance: float = 
     assert value.shape == expected.shape, f"{what}: shape {tuple(value.shape)}, dense {tuple(expected.shape)}"
     if expected.numel():
         difference, scale = (value - expected).abs().max().item(), expected.abs().max().item()
-        assert difference <= tolerance * max(scale, 1e-30), f"{what} is off by {difference:.2e}, largest value {scale:.3g}"
+        assert difference <= tolerance * max(scale, 1e-30), f"{what} is off by {difference:.2e} of {scale:.3g}"

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.dist.once import assert_equals_dense, run_once  # noqa: E402
-from tests.support.hub import HubModel  # noqa: E402
-from tests.support.models import ModelConfig, build  # noqa: E402
+from tests.dist.once import assert_equals_dense, run_once
+from tests.support.hub import HubModel
+from tests.support.models import ModelConfig, build
 
 DEGREES = (4, 3)
 
@@ -55,7 +55,7 @@ def test_fused_model(workers, config):
 
 def test_an_inferred_plan_of_closed_styles(workers):
     """What ``plan="auto"`` makes of a fused model that says nothing: gathered outputs."""
-    config = ModelConfig(width=24, num_heads=6, num_kv_heads=3, fused_qkv=True, fused_gate_up=True, bias=True, tied=True)
+    config = ModelConfig(width=24, num_heads=6, num_kv_heads=3, fused_qkv=True, fused_gate_up=True, tied=True)
     make = partial(build, config)
     outcomes = workers.run(run_once, sum(DEGREES), make, "auto", DEGREES, config.vocab)
     assert_equals_dense(outcomes, make, DEGREES, config.vocab)

@@ -1,4 +1,4 @@
-"""Whole Trainers that save, stop and go on: under the strategy, or plain (``degrees=None``), in one process or several."""
+"""Whole Trainers that save, stop and go on: under the strategy, or plain in one process (``degrees=None``)."""
 
 from __future__ import annotations
 
@@ -90,9 +90,13 @@ class Follow(Callback):
     def __init__(self) -> None:
         self.weights: dict[int, dict[str, Tensor]] = {}
         self.rates: dict[int, float] = {}
+        self.start = 0
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.start = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
-        if trainer.global_step and trainer.global_step not in self.weights:
+        if trainer.global_step > max(self.start, *self.weights, 0):
             state = trainer.strategy.lightning_module_state_dict()
             self.weights[trainer.global_step] = {name: tensor.clone() for name, tensor in state.items()}
             self.rates[trainer.global_step] = trainer.optimizers[0].param_groups[0]["lr"]
@@ -188,7 +192,11 @@ def watch(rank: int, world_size: int, store: str, degrees: tuple[int, ...], fold
     )
     stopping = EarlyStopping("val_loss", patience=1)
     trainer = quiet_trainer(
-        world_size, NTPStrategy(degrees=list(degrees)), max_epochs=6, enable_checkpointing=True, callbacks=[files, stopping]
+        world_size,
+        NTPStrategy(degrees=list(degrees)),
+        max_epochs=6,
+        enable_checkpointing=True,
+        callbacks=[files, stopping],
     )
     module, val = Worse(MODEL, seed=0), loaders(10, 2)
     trainer.fit(module, loaders(16, 4), val)

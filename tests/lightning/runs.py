@@ -123,7 +123,7 @@ class StepRecorder(Callback):
             self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
-        if trainer.global_step > self._steps_seen:
+        if trainer.global_step > self._steps_seen or not module.automatic_optimization:
             self._steps_seen = trainer.global_step
             self.weights.append(weights_of(module.model))
 

@@ -36,8 +36,8 @@ class HubModel:
         kv_heads: KV heads.
         attention: ``"eager"`` or ``"sdpa"``.
         options: More fields of the config.
-        exact_norms: Put torch's RMSNorm, which stays in fp64, in the place of the library's, which computes in fp32. Where
-            a norm is applied to repeated KV heads, fp32 rounds each copy's gradient instead of their sum.
+        exact_norms: Put torch's RMSNorm, which stays in fp64, in the place of the library's, which computes in fp32.
+            Where a norm is applied to repeated KV heads, fp32 rounds each copy's gradient instead of their sum.
     """
 
     kind: str = "llama"

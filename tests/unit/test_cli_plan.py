@@ -137,7 +137,7 @@ def test_code_that_needs_values_is_built_on_the_cpu(capsys):
         (["factories_of_test:headless"], "the number of heads of '0' is not known"),
         (["factories_of_test:Cases.broken"], "'layers.0' (Broken) does not follow the slot: at degree 8"),
         (["factories_of_test:Model", "--tensor-parallel-size", "0"], "--tensor-parallel-size 0 is outside 1..576"),
-        (["factories_of_test:Model", "--min-tensor-parallel-size", "9"], "--min-tensor-parallel-size 9 is outside 1..8"),
+        (["factories_of_test:Model", "--min-tensor-parallel-size", "9"], "-size 9 is outside 1..8"),
         (["factories_of_test:Model", "--json", "--yaml"], "not allowed with argument"),
     ],
 )

@@ -1,8 +1,8 @@
 """A Hugging Face model's own tensor-parallel plan, translated.
 
-Nothing is imported from ``transformers``: a model is recognised by its attributes. Read are its plan (``_tp_plan``, which
-the library fills from ``config.base_model_tp_plan``), the head counts of its attention modules or its config, and its
-embeddings.
+Nothing is imported from ``transformers``: a model is recognised by its attributes. Read are its plan (``_tp_plan``,
+which the library fills from ``config.base_model_tp_plan``), the head counts of its attention modules or its config,
+and its embeddings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS: Mapping[str, str | None] = {
 
 def is_model(module: nn.Module) -> bool:
     """Whether ``module`` is a Hugging Face model."""
-    return hasattr(module, "base_model_prefix") and hasattr(module, "config") and hasattr(module, "get_input_embeddings")
+    return all(hasattr(module, name) for name in ("base_model_prefix", "config", "get_input_embeddings"))
 
 
 def styles_of(model: nn.Module) -> dict[str, Style] | None:

@@ -1,7 +1,8 @@
 """Column- and row-parallel layers, named one by one, put together to blocks that share a unit map.
 
-Plans of other libraries speak of single Linears and leave it to equal shards that q, k, v and o fit each other. On unequal
-shards they fit only where they follow one map, so the layers of one parent module become ``attention`` or ``ffn``.
+Plans of other libraries speak of single Linears and leave it to equal shards that q, k, v and o fit each other. On
+unequal shards they fit only where they follow one map, so the layers of one parent module become ``attention`` or
+``ffn``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def join(kinds: Mapping[str, str], model: nn.Module, origin: str) -> dict[str, S
     for parent, children in blocks.items():
         del styles[parent]
         styles.update(_Block(model, parent, children, origin).styles())
-    norms = [f"{parent}.{norm}" for parent, style in styles.items() if isinstance(style, Attention) for norm in HEAD_NORMS]
+    attentions = [name for name, style in styles.items() if isinstance(style, Attention)]
+    norms = {f"{name}.{norm}" for name in attentions for norm in HEAD_NORMS}  # the style knows them
     return {name: style for name, style in styles.items() if name not in norms}
 
 
@@ -120,8 +122,8 @@ class _Block:
         heads = num_heads_of(self.model, self.name, width)
         if heads is None:
             raise PlanError(
-                f"the number of heads of {self.name!r} is not known: {self.origin} does not say it, and neither the module "
-                "nor a config has num_heads; write plan={'" + self.name + "': 'attention(num_heads=...)', ...}"
+                f"the number of heads of {self.name!r} is not known: {self.origin} does not say it, and neither the "
+                "module nor a config has num_heads; write plan={'" + self.name + "': 'attention(num_heads=...)', ...}"
             )
         return heads, width
 

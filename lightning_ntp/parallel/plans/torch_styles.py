@@ -50,8 +50,8 @@ def _kind(pattern: str, style: Any, module: nn.Module) -> str:
 
     if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
         raise PlanError(
-            f"plan[{pattern!r}] is a {type(style).__name__}, which has no counterpart here; there are ColwiseParallel and "
-            "RowwiseParallel, and styles such as 'colwise', 'replicate': leave the entry out or write one of these"
+            f"plan[{pattern!r}] is a {type(style).__name__}, which has no counterpart here; there are ColwiseParallel "
+            "and RowwiseParallel, and styles such as 'colwise', 'replicate': leave the entry out or write one of these"
         )
     enters, leaves = style.input_layouts[0], style.output_layouts[0]
     whole, local = Whole(), Shard(-1)
@@ -62,7 +62,7 @@ def _kind(pattern: str, style: Any, module: nn.Module) -> str:
     if isinstance(style, RowwiseParallel) and enters in (whole, local) and leaves == whole:
         return "rowwise_split_input" if enters == whole else "rowwise"
     raise PlanError(
-        f"plan[{pattern!r}] = {type(style).__name__}(input_layouts={enters}, output_layouts={leaves}): sequence-parallel "
-        "layouts are not supported; inputs and outputs are Replicate(), or Shard(-1) between a column- and a row-parallel "
-        "layer"
+        f"plan[{pattern!r}] = {type(style).__name__}(input_layouts={enters}, output_layouts={leaves}): "
+        "sequence-parallel layouts are not supported; inputs and outputs are Replicate(), or Shard(-1) between a "
+        "column- and a row-parallel layer"
     )

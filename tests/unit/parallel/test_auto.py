@@ -51,7 +51,8 @@ class Planned(nn.Module):
 
 
 def test_plans_of_submodules_start_at_the_submodule():
-    model = nn.ModuleDict({"a": Planned({"up": "colwise"}), "b": nn.ModuleList([Planned(ParallelPlan({"down": "rowwise"}))])})
+    second = nn.ModuleList([Planned(ParallelPlan({"down": "rowwise"}))])
+    model = nn.ModuleDict({"a": Planned({"up": "colwise"}), "b": second})
     result = locate_plan("auto", model)
     assert result.plan.as_strings() == {"a.up": "colwise", "b.0.down": "rowwise"}
     assert result.source == "a.ntp_plan, b.0.ntp_plan"
@@ -235,7 +236,8 @@ ATTENTION = {f"model.attn.{name}": "rowwise" if name == "wo" else "colwise" for 
 def test_hugging_face_plan():
     plan = ATTENTION | {"head": "colwise_rep", "model.absent.*": "moe_of_the_future"}
     model = nn.ModuleDict({"net": FakeHub(plan, num_attention_heads=8)})
-    expected = {"net.model.embed": "vocab", "net.model.attn": "attention(num_heads=8, num_kv_heads=2)", "net.head": GATHERED}
+    attention = "attention(num_heads=8, num_kv_heads=2)"
+    expected = {"net.model.embed": "vocab", "net.model.attn": attention, "net.head": GATHERED}
     assert found(model) == expected
     del plan["head"]
     assert "net.head" not in found(model)

@@ -92,7 +92,7 @@ def test_hard_coded_head_count(kind, lowest):
     """A9: also where the current degree is the only one."""
     model, shapes = probe(kind(), PLAIN, lowest=lowest)
     shapes.attach()
-    with pytest.raises(PlanError, match=rf"'0' \({kind.__name__}\) does not follow the slot: at degree 4, slot 0") as error:
+    with pytest.raises(PlanError, match=rf"'0' \({kind.__name__}\) does not follow .* degree 4, slot 0") as error:
         model(data())
     text = str(error.value)
     assert "test_probe.py:" in text and "view(" in text
@@ -104,7 +104,8 @@ def test_a_degree_that_comes_later_is_checked():
 
     class OneHead(Attention):
         def split(self, x: Tensor, heads: int) -> Tensor:
-            return x.view(*x.shape[:2], 1, HEAD_DIM) if x.shape[-1] < HEADS * HEAD_DIM else x.unflatten(-1, (-1, HEAD_DIM))
+            is_dense = x.shape[-1] == HEADS * HEAD_DIM
+            return x.unflatten(-1, (-1, HEAD_DIM)) if is_dense else x.view(*x.shape[:2], 1, HEAD_DIM)
 
         def forward(self, x: Tensor) -> Tensor:
             q = self.split(self.q_proj(x), HEADS)
