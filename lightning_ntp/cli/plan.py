@@ -23,12 +23,12 @@ from torch import nn
 from lightning_ntp.errors import ConfigError, NTPError
 from lightning_ntp.layout import Replicated
 from lightning_ntp.parallel.apply import parallelize
-from lightning_ntp.parallel.auto import FoundPlan, locate_plan
-from lightning_ntp.parallel.clone import ShapeExchange
 from lightning_ntp.parallel.context import TensorParallelContext
 from lightning_ntp.parallel.model import ParallelModel, ParallelParameter
 from lightning_ntp.parallel.plan import generalize
-from lightning_ntp.parallel.probe import ShapeProbe
+from lightning_ntp.parallel.plans.auto import FoundPlan, locate_plan
+from lightning_ntp.parallel.probing.clone import ShapeExchange
+from lightning_ntp.parallel.probing.probe import ShapeProbe
 
 LARGEST_DEGREE = 576
 WIDTH = 160  # of a table that goes into a file

@@ -84,6 +84,11 @@ def logs_graph(logger: Any) -> bool:
     return bool(getattr(logger, "_log_graph", False))
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether the Trainer was given the result of ``torch.compile``, of which it takes the module inside."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
 # Running
 
 
@@ -123,7 +128,6 @@ def automatic_pass(trainer: Any, optimizer: Any, batch_idx: int, kwargs: Ordered
 def zero_grad_progress(trainer: Any) -> Any:
     """The loop's counter of ``zero_grad`` calls."""
     return trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
-
 
 
 def batch_on_device(trainer: Any, batch: Any) -> Any:

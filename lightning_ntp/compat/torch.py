@@ -25,6 +25,16 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor's memory has been written to in place (not through ``.data``)."""
+    return tensor._version
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module is the result of ``torch.compile``, or was compiled in place by ``module.compile()``."""
+    return isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+
+
 @contextmanager
 def total_norm_by(handler: Callable[[list[Tensor], float], Tensor | None]) -> Iterator[None]:
     """Inside, ``torch.nn.utils.clip_grad_norm_`` asks ``handler`` for the norm of the gradients first.

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_ntp.compat import lightning as compat
+from lightning_ntp.compat.torch import is_compiled
 from lightning_ntp.errors import UnsupportedError
 
 SUPPORTED_PRECISION = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+
+_AVERAGING = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
 
 # Updates of these are not elementwise: a slot would need the whole matrix, or steps several times on one gradient.
 _NOT_ELEMENTWISE = ("Adafactor", "Muon", "LBFGS", "SparseAdam", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "SOAP", "KFAC")
@@ -41,17 +44,21 @@ def check_precision(plugin: Precision) -> None:
 
 
 def check_callbacks(installed: Sequence[Any]) -> None:
-    """Refuse callbacks that keep a second copy of the weights.
+    """Refuse callbacks that keep a second copy of the weights, or change the number of micro-batches.
 
     Raises:
         UnsupportedError: names the callback.
     """
-    averaging = [getattr(callbacks, name, None) for name in ("StochasticWeightAveraging", "WeightAveraging")]
     for callback in installed:
-        if isinstance(callback, tuple(kind for kind in averaging if kind is not None)):
+        if isinstance(callback, _AVERAGING) or "EMA" in type(callback).__name__:
             raise UnsupportedError(
                 f"callback {type(callback).__name__} copies the whole model, but every member holds only its part: remove "
                 "it and average saved checkpoints instead"
+            )
+        if isinstance(callback, callbacks.GradientAccumulationScheduler):
+            raise UnsupportedError(
+                "callback GradientAccumulationScheduler is not supported: shares are dealt for one number of micro-batches; use "
+                "Trainer(accumulate_grad_batches=...)"
             )
 
 
@@ -127,12 +134,42 @@ def check_no_reentrant_checkpointing(loss: Tensor) -> None:
 
 
 def check_unsharded(module: nn.Module) -> None:
-    """Refuse a compiled LightningModule.
+    """Refuse what cannot be sharded: compiled modules and copies of the weights.
 
     Raises:
-        UnsupportedError: if ``torch.compile`` was applied to it.
+        UnsupportedError: names the module.
     """
-    if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiler_ctx", None) is not None:
+    if compat.is_compiled(module):
         raise UnsupportedError(
-            "torch.compile of the model is not supported: the parallel layers' collectives are not traced; remove it"
+            "torch.compile of the LightningModule is not supported: the parallel layers' collectives are not traced; pass the "
+            "plain module to the Trainer"
+        )
+    for name, part in module.named_modules():
+        if is_compiled(part):
+            raise UnsupportedError(
+                f"module {name or 'model'!r} was compiled (torch.compile), which is not supported: the parallel layers' "
+                "collectives are not traced; leave it plain"
+            )
+        if isinstance(part, AveragedModel):
+            raise UnsupportedError(
+                f"module {name!r} is an AveragedModel, a copy of the whole model, but every member holds only its part: "
+                "remove it and average saved checkpoints instead"
+            )
+
+
+def check_all_gather(sync_grads: bool, is_alone: bool) -> None:
+    """Refuse what ``LightningModule.all_gather`` cannot do here.
+
+    Raises:
+        UnsupportedError: names the argument.
+    """
+    if sync_grads:
+        raise UnsupportedError(
+            "all_gather(sync_grads=True) is not supported: every slot of a replica would send its gradient; gather without it, "
+            "and put the part that needs gradients from other replicas into the loss of each"
+        )
+    if is_alone:
+        raise UnsupportedError(
+            "all_gather in training_step with max_micro_batch is not supported: replicas run different numbers of passes; "
+            "gather in another hook or drop max_micro_batch"
         )

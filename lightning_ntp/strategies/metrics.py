@@ -36,6 +36,19 @@ class ReplicaReducer:
         self._member = member
         self._control: Exchange = member.control
         self._samples: float | None = None
+        self.is_alone = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaReducer:
+        return self  # a metric's clone() copies what it refers to
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, nothing is exchanged: for passes whose number differs between replicas."""
+        self.is_alone = True
+        try:
+            yield
+        finally:
+            self.is_alone = False
 
     @contextmanager
     def weighted_by(self, samples: int) -> Iterator[None]:
@@ -47,16 +60,18 @@ class ReplicaReducer:
             self._samples = None
 
     def reduce(self, tensor: Tensor, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
-        """Reduce a tensor of any shape over the replicas; the result has its device and, but for means of whole numbers, dtype.
+        """Reduce a tensor of any shape over the replicas; the result has its device and dtype (a mean of ints: float64).
 
         Raises:
             ConfigError: for an operation other than mean, sum, min and max.
         """
         name = _operation(reduce_op)
+        if self.is_alone:
+            return tensor.detach().clone()
         # float64 holds whole numbers up to 2**53 exactly, so one path serves counts and losses.
         value = tensor.detach().to("cpu", torch.float64).contiguous().clone()
         if name == "mean":
-            return self._mean(value).to(tensor.device, tensor.dtype if tensor.is_floating_point() else torch.float32)
+            return self._mean(value).to(tensor.device, tensor.dtype if tensor.is_floating_point() else torch.float64)
         if self._member.slot != 0 or self._samples == 0:
             value = torch.full_like(value, _IDENTITY[name])
         return self._control.all_reduce(value, op=name, tag="metrics").to(tensor.device, tensor.dtype)
@@ -79,22 +94,26 @@ class ReplicaReducer:
             return [tensor]
         everyone = gather_all(tensor.detach().cpu().contiguous(), self._control.handle.process_group)
         topology = self._member.topology
-        return [everyone[topology.rank(replica, 0)].to(tensor.device) for replica in range(topology.num_replicas)]
+        return [everyone[topology.rank(replica, 0)].to(tensor.device) for replica in range(self.num_replicas)]
+
+    @property
+    def num_replicas(self) -> int:
+        return self._member.topology.num_replicas
 
     def adopt_metrics(self, module: nn.Module) -> None:
         """Let the torchmetrics of a module gather one state a replica."""
         for metric in module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
                 metric.dist_sync_fn = partial(_gather_states, self)
-                metric.distributed_available_fn = partial(_is_distributed, self._member)
+                metric.distributed_available_fn = partial(_is_distributed, self)
 
 
 def _gather_states(reducer: ReplicaReducer, state: Tensor, group: Any = None) -> list[Tensor]:
     return reducer.gather(state)
 
 
-def _is_distributed(member: Member) -> bool:
-    return member.topology.num_replicas > 1
+def _is_distributed(reducer: ReplicaReducer) -> bool:
+    return reducer.num_replicas > 1 and not reducer.is_alone
 
 
 def _operation(reduce_op: ReduceOp | str | None) -> str:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
@@ -35,17 +32,17 @@ from lightning_ntp.comm.rendezvous import check_world_size, connect_store, join_
 from lightning_ntp.compat import lightning as compat
 from lightning_ntp.compat.torch import total_norm_by
 from lightning_ntp.config import GlobalBatch, NTPConfig, ReduceDtype, Timeouts
-from lightning_ntp.data import MicroBatch
-from lightning_ntp.engine import Member, Vote, WindowWeights
+from lightning_ntp.engine import Member
 from lightning_ntp.errors import CheckpointError, NTPError, UnsupportedError
 from lightning_ntp.parallel import ParallelModel, ParallelPlan
-from lightning_ntp.parallel.auto import find_plan
-from lightning_ntp.parallel.probe import ShapeProbe
-from lightning_ntp.parallel.random import seed_replica
+from lightning_ntp.parallel.plans.auto import find_plan
+from lightning_ntp.parallel.probing.probe import ShapeProbe
 from lightning_ntp.strategies import checks
 from lightning_ntp.strategies.launcher import NTPLauncher
 from lightning_ntp.strategies.loaders import ReplicaLoaders
-from lightning_ntp.strategies.metrics import ReplicaReducer, leave_no_trace
+from lightning_ntp.strategies.metrics import ReplicaReducer
+from lightning_ntp.strategies.steps import StepRunner
+from lightning_ntp.strategies.votes import Votes, unwrapped
 from lightning_ntp.topology import Topology
 
 _SHARDED = "_ntp_model"  # attribute of a LightningModule that was sharded before
@@ -121,10 +118,8 @@ class NTPStrategy(ModelParallelStrategy):
         self._member: Member | None = None
         self._reducer: ReplicaReducer | None = None
         self._loaders: ReplicaLoaders | None = None
-        self._weights: WindowWeights | None = None
-        self._votes: WeakKeyDictionary[Optimizer, tuple[int, Vote]] = WeakKeyDictionary()
-        self._pass: tuple[int, bool] | None = None
-        self._base_seed = 0
+        self._steps: StepRunner | None = None
+        self._votes: Votes | None = None
         self._is_first_backward = True
 
     # What a user may ask
@@ -225,15 +220,15 @@ class NTPStrategy(ModelParallelStrategy):
         self._shard(module)
         self.model_to_device()
         self._reducer.adopt_metrics(module)
-        self._base_seed = int(os.environ.get("PL_GLOBAL_SEED", self.broadcast(torch.initial_seed())))
         self._loaders = ReplicaLoaders(trainer, self.config, self.topology, self.member.replica)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", self.broadcast(torch.initial_seed())))
+        self._steps = StepRunner(trainer, self.member, self._reducer, self._loaders, seed)
         self.barrier()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             self.setup_optimizers(trainer)
             checks.check_optimizers(self.optimizers, module)
         self.setup_precision_plugin()
-        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
         if is_fitting:
             self._setup_fit(trainer)
 
@@ -241,6 +236,7 @@ class NTPStrategy(ModelParallelStrategy):
         known: ParallelModel | None = vars(module).get(_SHARDED)
         if known is not None:
             self.member.adopt(known)
+            self.model = self.precision_plugin.convert_module(module)
             return
         checks.check_unsharded(module)
         compat.materialize(module, torch.device("cpu"))
@@ -250,13 +246,13 @@ class NTPStrategy(ModelParallelStrategy):
         ShapeProbe(model).attach()
 
     def _setup_fit(self, trainer: Trainer) -> None:
-        sync = self.member.start_sync(
-            bucket_cap_mb=self.config.bucket_cap_mb, reduce_dtype=self.config.reduce_dtype
-        )
-        self._weights = WindowWeights(sync)
+        self.member.start_sync(bucket_cap_mb=self.config.bucket_cap_mb, reduce_dtype=self.config.reduce_dtype)
+        self._steps.start_fit()
+        self._votes = Votes(self.member)
+        self.precision_plugin.clip_grad_by_norm = self._votes.clip_by_norm
         self._is_first_backward = True
         if self.lightning_module.automatic_optimization:
-            compat.wrap_automatic_optimization(trainer, self._with_extra_passes)
+            compat.wrap_automatic_optimization(trainer, self._steps.with_extra_passes)
         elif self.config.max_micro_batch is not None:
             raise UnsupportedError(
                 f"max_micro_batch={self.config.max_micro_batch} needs automatic optimization: under manual optimization "
@@ -271,61 +267,24 @@ class NTPStrategy(ModelParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        micro = self._loaders.train.current
-        samples, is_last_pass = self._pass or (micro.num_samples, True)
-        automatic = self.lightning_module.automatic_optimization
-        divided_by = self._trainer.accumulate_grad_batches if automatic else 1
-        self._weights.begin(micro, samples, divided_by, is_last_pass)
-        part = len(micro.extra) if is_last_pass else 0
-        seed_replica(
-            self.root_device, self._base_seed, micro.epoch, micro.window, micro.index, part, self.member.replica
-        )
-        with self._counting(micro, samples), total_norm_by(self._norm_of):
-            output = super().training_step(*args, **kwargs)
-        if automatic:
-            self._weights.weigh(output)
-        return output
+        with total_norm_by(self._votes.total_norm):
+            return self._steps.train(super().training_step, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().validation_step, args, kwargs)
+        return self._steps.evaluate(super().validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().test_step, args, kwargs)
+        return self._steps.evaluate(super().test_step, args, kwargs)
 
-    def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        micro = self._loaders.current_evaluation(args[2] if len(args) > 2 else 0)
-        if micro is None:
-            return step(*args, **kwargs)
-        with self._counting(micro, micro.num_samples):
-            return step(*args, **kwargs)
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._steps.predict(super().predict_step, args, kwargs)
 
-    @contextmanager
-    def _counting(self, micro: MicroBatch, samples: int) -> Iterator[None]:
-        """Let logged means count by samples; a dummy leaves nothing behind."""
-        untouched = leave_no_trace(self._trainer, self.lightning_module) if micro.is_dummy else nullcontext()
-        with self._reducer.weighted_by(0 if micro.is_dummy else samples), untouched:
-            yield
-
-    def _with_extra_passes(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def run_passes(optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> Any:
-            micro = self._loaders.train.current
-            progress = compat.zero_grad_progress(self._trainer)
-            before = progress.state_dict()
-            try:
-                for batch, samples in micro.extra:
-                    self._pass = (samples, False)
-                    moved = compat.batch_on_device(self._trainer, batch)
-                    with self.block_backward_sync(), compat.logging_for(self._trainer, moved):
-                        compat.automatic_pass(self._trainer, optimizer, batch_idx, OrderedDict(kwargs, batch=moved))()
-                    progress.load_state_dict(before)
-                self._pass = (micro.last_samples, True) if micro.extra else None
-                return run(optimizer, batch_idx, kwargs)
-            finally:
-                self._pass = None
-
-        return run_passes
+    @override
+    def on_train_start(self) -> None:
+        self._loaders.check_single()
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -349,36 +308,11 @@ class NTPStrategy(ModelParallelStrategy):
     ) -> Any:
         def closure_and_vote() -> Any:
             result = closure()
-            self._vote(optimizer)
+            self._votes.of(optimizer)
             return result
 
-        with total_norm_by(self._norm_of):
+        with total_norm_by(self._votes.total_norm):
             return super().optimizer_step(optimizer, closure_and_vote, model, **kwargs)
-
-    def _vote(self, optimizer: Optimizer) -> Vote:
-        syncs = self.member.sync.num_syncs
-        cast_at, vote = self._votes.get(optimizer, (-1, None))
-        if cast_at != syncs:
-            vote = self.member.vote(_parameters(optimizer))
-            self._votes[optimizer] = (syncs, vote)
-        return vote
-
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        optimizer = _unwrapped(optimizer)
-        self.member.clip(_parameters(optimizer), self._vote(optimizer), float(clip_val))
-
-    def _norm_of(self, grads: Sequence[Tensor], norm_type: float) -> Tensor | None:
-        """Norm of the dense gradient for a user's own ``clip_grad_norm_``; ``None`` if these are no gradients of ours."""
-        wanted = {id(grad) for grad in grads}
-        ours = [p.parameter for p in self.member.model.parameters() if id(p.parameter.grad) in wanted]
-        if not ours:
-            return None
-        if norm_type != 2.0 or len(ours) != len(wanted):
-            raise UnsupportedError(
-                f"clip_grad_norm_(norm_type={norm_type}) over {len(wanted)} gradients, {len(ours)} of them the model's: only "
-                "the 2-norm of the model's own gradients is known across members; use Trainer(gradient_clip_val=...)"
-            )
-        return grads[0].new_tensor(self.member.grad_norm(ours), dtype=torch.float64)
 
     # Values
 
@@ -397,8 +331,9 @@ class NTPStrategy(ModelParallelStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """(replicas, ...): one tensor of each replica."""
-        if group is not None or sync_grads or self._reducer is None:
+        if group is not None or self._reducer is None:
             return super().all_gather(tensor, group, sync_grads)
+        checks.check_all_gather(sync_grads, self._reducer.is_alone)
         return torch.stack(self._reducer.gather(tensor))
 
     # Checkpoints
@@ -414,7 +349,7 @@ class NTPStrategy(ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = _unwrapped(optimizer)
+        optimizer = unwrapped(optimizer)
         return gather_optimizer_state(self.member.model, optimizer, self.topology, self.global_rank)
 
     @override
@@ -471,11 +406,3 @@ class NTPStrategy(ModelParallelStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__.splitlines()[0])
-
-
-def _unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

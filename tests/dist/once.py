@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_ntp.engine import Member
 from lightning_ntp.layout import ParameterLayout, Replicated
 from lightning_ntp.parallel import ParallelPlan
-from lightning_ntp.parallel.auto import find_plan
-from lightning_ntp.parallel.probe import ShapeProbe
+from lightning_ntp.parallel.plans.auto import find_plan
+from lightning_ntp.parallel.probing.probe import ShapeProbe
 from lightning_ntp.parallel.shards import put_local
 from lightning_ntp.topology import Topology
 from tests.support.batches import batch

@@ -117,7 +117,7 @@ class StepRecorder(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         if isinstance(trainer.strategy, NTPStrategy):
-            self.norms.append(trainer.strategy._vote(optimizer).grad_norm)
+            self.norms.append(trainer.strategy._votes.of(optimizer).grad_norm)
         else:
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self.norms.append(float(torch.nn.utils.get_total_norm(grads)))

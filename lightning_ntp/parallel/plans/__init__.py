@@ -1,1 +1,1 @@
-"""Plans that others wrote, in our words: Hugging Face's own plans, torch's parallel styles."""
+"""Where plans come from: the argument, the model, Hugging Face, torch's styles, or the layers' own names and shapes."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from lightning_ntp.errors import PlanError
-from lightning_ntp.parallel.heads import kv_heads_of, num_heads_of
 from lightning_ntp.parallel.names import CHILD_NAMES, HEAD_NORMS, role_of
+from lightning_ntp.parallel.plans.heads import kv_heads_of, num_heads_of
 from lightning_ntp.parallel.styles import FFN, Attention, Colwise, Replicate, Rowwise, Style, Vocab
 
 # What a layer may be said to be, before layers are put together.

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_ntp.errors import PlanError
 from lightning_ntp.parallel import ParallelPlan
-from lightning_ntp.parallel.auto import find_plan, locate_plan
+from lightning_ntp.parallel.plans.auto import find_plan, locate_plan
 from tests.support.models import ModelConfig, Transformer
 
 GATHERED = "colwise(gather_output=True)"

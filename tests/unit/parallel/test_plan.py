@@ -8,8 +8,8 @@ from torch import nn
 from lightning_ntp.errors import PlanError
 from lightning_ntp.layout import Replicated, Sharded
 from lightning_ntp.parallel import ParallelPlan, TensorParallelContext, parallelize, parse_style
-from lightning_ntp.parallel.clone import ShapeExchange
-from lightning_ntp.parallel.patterns import compress
+from lightning_ntp.parallel.plans.patterns import compress
+from lightning_ntp.parallel.probing.clone import ShapeExchange
 from lightning_ntp.parallel.styles import FFN, Attention, Colwise, Replicate, Rowwise, Vocab, format_style
 from tests.support.models import ModelConfig, Transformer, build
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_ntp.errors import PlanError
 from lightning_ntp.parallel import ParallelPlan, TensorParallelContext, parallelize
-from lightning_ntp.parallel.auto import find_plan
-from lightning_ntp.parallel.clone import ShapeExchange, places
-from lightning_ntp.parallel.probe import ShapeProbe
+from lightning_ntp.parallel.plans.auto import find_plan
+from lightning_ntp.parallel.probing.clone import ShapeExchange, places
+from lightning_ntp.parallel.probing.probe import ShapeProbe
 from tests.support.models import ModelConfig, build
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 8, 4, 8, 32

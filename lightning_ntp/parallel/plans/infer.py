@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_ntp.errors import PlanError
-from lightning_ntp.parallel.heads import kv_heads_of, num_heads_of
 from lightning_ntp.parallel.names import linear_child
-from lightning_ntp.parallel.patterns import compress
 from lightning_ntp.parallel.plain import READERS, why_not_plain
-from lightning_ntp.parallel.reads import attributes_read
+from lightning_ntp.parallel.plans.heads import kv_heads_of, num_heads_of
+from lightning_ntp.parallel.plans.patterns import compress
+from lightning_ntp.parallel.plans.reads import attributes_read
 from lightning_ntp.parallel.styles import FFN, Attention, Colwise, Rowwise, Style, Vocab, format_style
 
 ELEMENTWISE = (

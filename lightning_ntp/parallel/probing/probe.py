@@ -18,11 +18,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_ntp.errors import PlanError
-from lightning_ntp.parallel.clone import MetaClone, Place, places
 from lightning_ntp.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_ntp.parallel.meta_mode import HardCodedShape, code_line
 from lightning_ntp.parallel.model import ParallelModel
 from lightning_ntp.parallel.plan import generalize
+from lightning_ntp.parallel.probing.clone import MetaClone, Place, places
+from lightning_ntp.parallel.probing.meta_mode import HardCodedShape, code_line
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from lightning_ntp.errors import PlanError
-from lightning_ntp.parallel.infer import infer, stub
-from lightning_ntp.parallel.patterns import compress
 from lightning_ntp.parallel.plan import ParallelPlan
 from lightning_ntp.parallel.plans import huggingface, torch_styles
+from lightning_ntp.parallel.plans.infer import infer, stub
+from lightning_ntp.parallel.plans.patterns import compress
 from lightning_ntp.parallel.styles import Style
 
 LARGEST_WHOLE = 0.5
@@ -43,7 +43,7 @@ def find_plan(plan: ParallelPlan | Mapping[str, Any] | str | None, module: nn.Mo
     2. ``module.ntp_plan`` (a plan, a mapping, or a method or property that gives one), or ``parallelize_plan``; if the
        root has none, those of its submodules, whose patterns start at the submodule.
     3. The plans of the Hugging Face models inside, with the head counts of their modules or config.
-    4. An inferred one for ``nn.Linear`` and ``nn.Embedding`` layers; see ``lightning_ntp.parallel.infer``.
+    4. An inferred one for ``nn.Linear`` and ``nn.Embedding`` layers; see ``lightning_ntp.parallel.plans.infer``.
 
     Mappings may hold styles as objects or strings, and torch's ``ColwiseParallel`` and ``RowwiseParallel`` objects, for
     which head counts come from the modules' attributes or a config.

@@ -17,9 +17,9 @@ from lightning_ntp.parallel.block import BlockInput
 from lightning_ntp.parallel.context import TensorParallelContext
 from lightning_ntp.parallel.linear import ColumnParallelLinear
 from lightning_ntp.parallel.localize import LocalHeads
-from lightning_ntp.parallel.meta_mode import Cuts, MetaMode
 from lightning_ntp.parallel.model import ParallelModel
 from lightning_ntp.parallel.module import ParallelModule
+from lightning_ntp.parallel.probing.meta_mode import Cuts, MetaMode
 from lightning_ntp.parallel.vocabulary import VocabParallelEmbedding
 
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
