@@ -1,12 +1,11 @@
-"""python fit.py DIRECTORY twice | forever
+"""python fit.py DIRECTORY several | once | forever
 
-`twice`: fit, test, then rank 1 raises. `forever`: fit until somebody stops it.
+`several`: fit, fit on, test, then fit with a Trainer of its own until rank 1 raises. `forever`: until somebody stops it.
 """
 
-import os
 import sys
 
-from standin import BoringModel, build_trainer
+from standin import Boring, build_trainer
 
 if __name__ == "__main__":
     directory, mode = sys.argv[1:]
@@ -15,8 +14,14 @@ if __name__ == "__main__":
     notes.note("before")
     trainer.logger.log_hyperparams({"lr": 0.1})
     _ = trainer.logger.experiment
-    trainer.fit(BoringModel())
-    trainer.test(BoringModel(), verbose=False)
-    notes.note("after")
-    if os.environ["RANK"] == "1":
-        raise ValueError("rank 1 has had enough")
+    model = Boring()
+    trainer.fit(model)
+    if mode == "several":
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model)
+        trainer.test(model, verbose=False)
+    notes.note("after", f"{trainer.global_step} {trainer.strategy.degrees}")
+    if mode == "several":
+        trainer, notes = build_trainer(directory, logger=False, enable_checkpointing=False)
+        trainer.fit(Boring(failing=True))
+        notes.note("never")

@@ -7,7 +7,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd
-from standin import BoringModel, build_trainer
+from standin import Boring, build_trainer
 
 ConfigStore.instance().store(
     "config", {"directory": "???", "lr": 0.1, "names": ["a"], "hydra": {"job": {"chdir": True}}}
@@ -20,7 +20,7 @@ def main(config) -> None:
     seen = {"cwd": os.getcwd(), "original": get_original_cwd(), "lr": config.lr, "names": list(config.names)}
     seen["job"] = HydraConfig.get().job.name
     notes.note("before", json.dumps(seen))
-    trainer.fit(BoringModel())
+    trainer.fit(Boring())
     notes.note("after")
 
 

@@ -1,4 +1,4 @@
-"""What the launcher's scripts share: a strategy with our launcher on plain DDP, and a small Trainer."""
+"""What the launcher's scripts share: a small model, and a Trainer of two replicas with one member each."""
 
 import os
 import pathlib
@@ -6,20 +6,23 @@ import pathlib
 import lightning as L
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_ntp.strategies.launcher import NTPLauncher
+from lightning_ntp import NTPStrategy
 
 
-class LauncherStrategy(DDPStrategy):
-    """DDP on gloo, started by our launcher."""
+class Boring(BoringModel):
+    """Lightning's own smallest model. In `failing`, rank 1 raises in its second training step."""
 
-    def __init__(self) -> None:
-        super().__init__(process_group_backend="gloo")
+    ntp_plan = {"layer": "colwise(gather_output=True)"}
 
-    def _configure_launcher(self) -> None:
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = NTPLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+    def __init__(self, failing: bool = False) -> None:
+        super().__init__()
+        self.failing = failing
+
+    def training_step(self, batch, batch_idx):
+        if self.failing and batch_idx == 1 and self.global_rank == 1:
+            raise ValueError("rank 1 has had enough")
+        return super().training_step(batch, batch_idx)
 
 
 class Notes(L.Callback):
@@ -49,7 +52,7 @@ def build_trainer(directory: str, **kwargs) -> tuple[L.Trainer, Notes]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=LauncherStrategy(),
+        strategy=NTPStrategy(degrees=[1, 1]),
         default_root_dir=directory,
         callbacks=[notes],
         enable_progress_bar=False,
@@ -57,6 +60,3 @@ def build_trainer(directory: str, **kwargs) -> tuple[L.Trainer, Notes]:
         **{"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, **kwargs},
     )
     return trainer, notes
-
-
-__all__ = ["BoringModel", "build_trainer"]
