@@ -11,11 +11,12 @@ tensor parallelism, ``ntp_plan`` in ``gpt/module.py`` and the strategy in ``gpt/
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 
 from gpt.module import GPTModule
 from gpt.parallel import make_strategy, replicas_of
-from gpt.report import Stopwatch, print_report, read_outcome
+from gpt.report import ProgressLines, Stopwatch, print_report, read_outcome
 from gpt.settings import Settings, parse
 from gpt.text import read_text, split
 from lightning.pytorch import Trainer, seed_everything
@@ -44,7 +45,8 @@ def make_module(settings: Settings) -> GPTModule:
 
 def make_trainer(settings: Settings, stopwatch: Stopwatch) -> Trainer:
     """The Trainer; everything but ``strategy`` is as in any other script."""
-    callbacks = [stopwatch, TQDMProgressBar()]
+    is_live = sys.stdout.isatty()
+    callbacks = [stopwatch, TQDMProgressBar() if is_live else ProgressLines()]
     if settings.checkpoint:
         callbacks.append(ModelCheckpoint(settings.out / "checkpoints", filename="last", enable_version_counter=False))
     micro_batches = settings.max_steps * settings.accumulate
@@ -67,6 +69,7 @@ def make_trainer(settings: Settings, stopwatch: Stopwatch) -> Trainer:
         logger=CSVLogger(settings.out.parent, name=settings.out.name, version=""),
         callbacks=callbacks,
         enable_checkpointing=settings.checkpoint,
+        enable_progress_bar=is_live,
         enable_model_summary=False,
     )
 

@@ -1,8 +1,9 @@
-"""How fast the run was, and the table at its end."""
+"""How far the run is, how fast it was, and the table at its end."""
 
 from __future__ import annotations
 
 import csv
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,22 +40,47 @@ class Stopwatch(Callback):
         self.steps = trainer.global_step - self.steps
 
 
+class ProgressLines(Callback):
+    """A line now and then, for output that goes into a file: a progress bar would fill it."""
+
+    def __init__(self, num_lines: int = 10) -> None:
+        self.num_lines = num_lines
+        self._told = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        step, steps = trainer.global_step, trainer.max_steps
+        due = step in (1, steps) or step % max(1, steps // self.num_lines) == 0
+        if due and step > self._told:
+            self._told = step
+            self._tell(trainer, "train_loss")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tell(trainer, "val_loss")
+
+    def _tell(self, trainer: Trainer, name: str) -> None:
+        if trainer.is_global_zero:
+            loss = float(trainer.callback_metrics[name])
+            print(f"step {trainer.global_step:>5} of {trainer.max_steps}   {name} {loss:.3f}", flush=True)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What the run's metrics file says.
 
     Attributes:
         first_loss: Training loss of the first optimizer step, nats a byte.
-        last_loss: Training loss of the last one.
+        last_loss: Mean training loss of the last steps: that of one batch jumps about.
+        num_last: Of how many steps.
         val_loss: Loss of the last validation.
     """
 
     first_loss: float
     last_loss: float
+    num_last: int
     val_loss: float
 
 
-def read_outcome(metrics: Path) -> Outcome:
+def read_outcome(metrics: Path, num_last: int = 10) -> Outcome:
     """Read the losses from ``metrics.csv``: the file, unlike a process, saw the run from its first step on.
 
     Raises:
@@ -66,7 +92,8 @@ def read_outcome(metrics: Path) -> Outcome:
     for name, values in columns.items():
         if not values:
             raise ValueError(f"{metrics} has no value of {name}: the run ended before its first one")
-    return Outcome(columns["train_loss"][0], columns["train_loss"][-1], columns["val_loss"][-1])
+    last = columns["train_loss"][-num_last:]
+    return Outcome(columns["train_loss"][0], statistics.fmean(last), len(last), columns["val_loss"][-1])
 
 
 def print_report(
@@ -82,8 +109,8 @@ def print_report(
         who.add_row(replica.name, str(replica.degree), str(replica.share), f"{replica.share / total:.1%}")
     what = Table(title="run", title_justify="left", show_header=False)
     losses = {
-        "first loss": f"{outcome.first_loss:.3f} nats a byte",
-        "last loss": f"{outcome.last_loss:.3f} nats a byte",
+        "loss, first step": f"{outcome.first_loss:.3f} nats a byte",
+        f"loss, last {outcome.num_last} steps": f"{outcome.last_loss:.3f} nats a byte (mean)",
         "validation loss": f"{outcome.val_loss:.3f} nats a byte",
     }
     for name, value in (losses | facts).items():

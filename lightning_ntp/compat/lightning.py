@@ -84,9 +84,9 @@ def logs_graph(logger: Any) -> bool:
     return bool(getattr(logger, "_log_graph", False))
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether the Trainer was given the result of ``torch.compile``, of which it takes the module inside."""
-    return getattr(module, "_compiler_ctx", None) is not None
+def syncs_batch_norm(strategy: Any) -> bool:
+    """Whether the Trainer was given ``sync_batchnorm=True``, which it keeps on the strategy."""
+    return getattr(strategy, "_layer_sync", None) is not None
 
 
 # Running

@@ -30,17 +30,17 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module is the result of ``torch.compile``, or was compiled in place by ``module.compile()``."""
-    return isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 @contextmanager
 def total_norm_by(handler: Callable[[list[Tensor], float], Tensor | None]) -> Iterator[None]:
     """Inside, ``torch.nn.utils.clip_grad_norm_`` asks ``handler`` for the norm of the gradients first.
 
-    The function sees local shards only, and its norm would be silently wrong. It looks the norm up in its module each time,
-    so it is answered however the user imported it.
+    The function sees local shards only, and its norm would be silently wrong. It looks the norm up in its module each
+    time, so it is answered however the user imported it.
 
     Args:
         handler: Takes the gradients and the kind of norm; returns the norm, or ``None`` for gradients of others.
@@ -66,3 +66,66 @@ def total_norm_by(handler: Callable[[list[Tensor], float], Tensor | None]) -> It
         yield
     finally:
         clip_grad._get_total_norm = original
+
+
+def name_groups_from(number: int) -> None:
+    """Name the next process groups ``number``, ``number + 1``, ...; members count alike, or they never meet.
+
+    Torch names groups by a counter that a failed construction leaves advanced, and that restarts when all groups are
+    destroyed, so that an old mesh would silently resolve to a new group of the same name.
+
+    Raises:
+        UnsupportedError: if this torch names groups otherwise.
+    """
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    if not isinstance(getattr(world, "group_count", None), int):
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no counter of process groups; use a torch in the supported range"
+        )
+    world.group_count = number
+
+
+def gloo_group(store, rank: int, size: int, timeout):
+    """A bare gloo backend, outside torch's registry of groups. Blocks until all members are connected.
+
+    Raises:
+        UnsupportedError: if this torch was built without gloo.
+    """
+    build = getattr(torch.distributed.distributed_c10d, "ProcessGroupGloo", None)
+    if build is None:
+        raise UnsupportedError(f"torch {torch.__version__} was built without gloo, which recovery on CPU needs")
+    return build(store, rank, size, timeout=timeout)
+
+
+def register_backend(name: str, create: Callable) -> None:
+    """Make ``backend=name`` of ``init_process_group`` and ``new_group`` call ``create(options, pg_options)`` (CPU).
+
+    Raises:
+        UnsupportedError: if this torch has no such registry.
+    """
+    backend = torch.distributed.Backend
+    if not hasattr(backend, "register_backend"):
+        raise UnsupportedError(f"torch {torch.__version__} cannot register process group backends")
+    if not hasattr(backend, name.upper()):
+        backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+
+
+def device_backend(process_group: torch.distributed.ProcessGroup, device_type: str):
+    """What carries the tensors of one kind of device in a group, or ``None`` if it has no such backend."""
+    if not hasattr(process_group, "_get_backend"):
+        raise UnsupportedError(f"torch {torch.__version__} does not show a process group's backends")
+    try:
+        return process_group._get_backend(torch.device(device_type))
+    except RuntimeError:
+        return None
+
+
+def abort_backend(backend) -> None:
+    """Abort a communicator, so that operations on it end; for NCCL.
+
+    Raises:
+        UnsupportedError: if the backend cannot be aborted.
+    """
+    if not hasattr(backend, "abort"):
+        raise UnsupportedError(f"torch {torch.__version__} cannot abort {type(backend).__name__}")
+    backend.abort()

@@ -14,8 +14,8 @@ from lightning_ntp.sync import GradientSync
 class WindowWeights:
     """Tells the gradient sync the weight of every backward.
 
-    By default a micro-batch counts by its samples over those of the global batch. Where the step returns a ``weight`` of
-    its own (valid tokens), it counts by that, over the sum of all members' weights in the window.
+    By default a micro-batch counts by its samples over those of the global batch. Where the step returns a ``weight``
+    of its own (valid tokens), it counts by that, over the sum of all members' weights in the window.
 
     Args:
         sync: The member's gradient sync.

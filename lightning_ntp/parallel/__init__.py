@@ -1,6 +1,6 @@
 """Modules on unequal shards, and the plan that says which modules of a model they replace."""
 
-from lightning_ntp.parallel.apply import parallelize
+from lightning_ntp.parallel.apply import parallelize, refuse_distributed
 from lightning_ntp.parallel.context import TensorParallelContext
 from lightning_ntp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_ntp.parallel.model import ParallelModel, ParallelParameter
@@ -18,5 +18,6 @@ __all__ = [
     "VocabParallelEmbedding",
     "parallelize",
     "parse_style",
+    "refuse_distributed",
     "vocab_parallel_cross_entropy",
 ]

@@ -47,7 +47,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan, context: TensorParallelCon
         PlanError: if the plan does not fit the model.
         UnsupportedError: if the model is already distributed in another way.
     """
-    _refuse_distributed(model)
+    refuse_distributed(model)
     return _Parallelizer(model, plan, context).run()
 
 
@@ -259,7 +259,7 @@ def _expect_heads(name: str, width: int, heads: int, argument: str) -> None:
         raise PlanError(f"{name!r} has {width} features, which {argument}={heads} does not divide; check the plan")
 
 
-def _refuse_distributed(model: nn.Module) -> None:
+def refuse_distributed(model: nn.Module) -> None:
     from torch.distributed.tensor import DTensor
 
     for name, parameter in model.named_parameters():

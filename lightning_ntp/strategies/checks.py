@@ -13,15 +13,19 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_ntp.compat import lightning as compat
-from lightning_ntp.compat.torch import is_compiled
-from lightning_ntp.errors import UnsupportedError
+from lightning_ntp.compat.torch import is_compiled_in_place
+from lightning_ntp.config import NTPConfig
+from lightning_ntp.errors import NTPError, UnsupportedError
+from lightning_ntp.parallel import refuse_distributed
 
 SUPPORTED_PRECISION = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
 _AVERAGING = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
 
 # Updates of these are not elementwise: a slot would need the whole matrix, or steps several times on one gradient.
-_NOT_ELEMENTWISE = ("Adafactor", "Muon", "LBFGS", "SparseAdam", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "SOAP", "KFAC")
+_NOT_ELEMENTWISE = (
+    "Adafactor", "Muon", "LBFGS", "SparseAdam", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "SOAP", "KFAC",
+)  # fmt: skip
 
 
 def check_precision(plugin: Precision) -> None:
@@ -52,13 +56,13 @@ def check_callbacks(installed: Sequence[Any]) -> None:
     for callback in installed:
         if isinstance(callback, _AVERAGING) or "EMA" in type(callback).__name__:
             raise UnsupportedError(
-                f"callback {type(callback).__name__} copies the whole model, but every member holds only its part: remove "
-                "it and average saved checkpoints instead"
+                f"callback {type(callback).__name__} copies the whole model, but every member holds only its part: "
+                "remove it and average saved checkpoints instead"
             )
         if isinstance(callback, callbacks.GradientAccumulationScheduler):
             raise UnsupportedError(
-                "callback GradientAccumulationScheduler is not supported: shares are dealt for one number of micro-batches; use "
-                "Trainer(accumulate_grad_batches=...)"
+                "callback GradientAccumulationScheduler is not supported: shares are dealt for one number of "
+                "micro-batches; use Trainer(accumulate_grad_batches=...)"
             )
 
 
@@ -73,8 +77,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> None
         name = type(optimizer).__name__
         if any(word in name for word in _NOT_ELEMENTWISE):
             raise UnsupportedError(
-                f"optimizer {number} is a {name}, whose update of one element depends on others: on a slot's part of a matrix "
-                "it would be silently wrong; use AdamW, Adam, SGD or another elementwise optimizer"
+                f"optimizer {number} is a {name}, whose update of one element depends on others: on a slot's part of a "
+                "matrix it would be silently wrong; use AdamW, Adam, SGD or another elementwise optimizer"
             )
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -99,7 +103,7 @@ def check_trainer(trainer: Any) -> None:
                 f"{type(logger).__name__}(log_graph=True) is not supported: the leader alone would run the forward and "
                 "wait for the other members; drop log_graph"
             )
-    if getattr(trainer, "sync_batchnorm", False):
+    if compat.syncs_batch_norm(trainer.strategy):
         raise UnsupportedError("sync_batchnorm=True is not supported: its groups would count every slot of a replica")
 
 
@@ -107,8 +111,8 @@ def warn_of_single_replica(num_replicas: int) -> None:
     """One replica has no peer that holds the same weights."""
     if num_replicas == 1:
         rank_zero_warn(
-            "data_parallel_size=1: with a single replica nobody else holds a member's part of the model, so a sudden loss "
-            "cannot be recovered from a peer, only from a checkpoint; use two replicas or more"
+            "data_parallel_size=1: with a single replica nobody else holds a member's part of the model, so a sudden "
+            "loss cannot be recovered from a peer, only from a checkpoint; use two replicas or more"
         )
 
 
@@ -127,33 +131,29 @@ def check_no_reentrant_checkpointing(loss: Tensor) -> None:
         seen.add(node)
         if node.name() == "CheckpointFunctionBackward":
             raise UnsupportedError(
-                "reentrant activation checkpointing is not supported: gradients would be synced in the middle of a backward "
-                "pass; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                "reentrant activation checkpointing is not supported: gradients would be synced in the middle of a "
+                "backward pass; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         pending.extend(edge for edge, _ in node.next_functions)
 
 
 def check_unsharded(module: nn.Module) -> None:
-    """Refuse what cannot be sharded: compiled modules and copies of the weights.
+    """Refuse what cannot be sharded: DTensors, compiled parts (Lightning refuses a compiled root), copies of weights.
 
     Raises:
         UnsupportedError: names the module.
     """
-    if compat.is_compiled(module):
-        raise UnsupportedError(
-            "torch.compile of the LightningModule is not supported: the parallel layers' collectives are not traced; pass the "
-            "plain module to the Trainer"
-        )
+    refuse_distributed(module)
     for name, part in module.named_modules():
-        if is_compiled(part):
+        if is_compiled_in_place(part):
             raise UnsupportedError(
-                f"module {name or 'model'!r} was compiled (torch.compile), which is not supported: the parallel layers' "
-                "collectives are not traced; leave it plain"
+                f"module {name or 'model'!r} was compiled by its compile(), which is not supported: the parallel "
+                "layers' collectives are not traced; leave it plain"
             )
         if isinstance(part, AveragedModel):
             raise UnsupportedError(
-                f"module {name!r} is an AveragedModel, a copy of the whole model, but every member holds only its part: "
-                "remove it and average saved checkpoints instead"
+                f"module {name!r} is an AveragedModel, a copy of the whole model, but every member holds only its "
+                "part: remove it and average saved checkpoints instead"
             )
 
 
@@ -165,11 +165,35 @@ def check_all_gather(sync_grads: bool, is_alone: bool) -> None:
     """
     if sync_grads:
         raise UnsupportedError(
-            "all_gather(sync_grads=True) is not supported: every slot of a replica would send its gradient; gather without it, "
-            "and put the part that needs gradients from other replicas into the loss of each"
+            "all_gather(sync_grads=True) is not supported: every slot of a replica would send its gradient; gather "
+            "without it, and let gradients flow through this replica's own values only"
         )
     if is_alone:
         raise UnsupportedError(
-            "all_gather in training_step with max_micro_batch is not supported: replicas run different numbers of passes; "
-            "gather in another hook or drop max_micro_batch"
+            "all_gather in training_step with max_micro_batch is not supported: replicas run different numbers of "
+            "passes; gather in another hook or drop max_micro_batch"
         )
+
+
+def check_manual_optimization(config: NTPConfig) -> None:
+    """Refuse what needs automatic optimization.
+
+    Raises:
+        UnsupportedError: names the argument.
+    """
+    if config.max_micro_batch is not None:
+        raise UnsupportedError(
+            f"max_micro_batch={config.max_micro_batch} needs automatic optimization: under manual optimization "
+            "training_step owns the passes; drop the argument"
+        )
+
+
+def check_set_up(part: Any, name: str) -> Any:
+    """Returns ``part`` of the strategy once it is there.
+
+    Raises:
+        NTPError: before.
+    """
+    if part is None:
+        raise NTPError(f"strategy.{name} is known once the Trainer has set the strategy up")
+    return part

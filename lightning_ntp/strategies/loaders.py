@@ -22,6 +22,7 @@ from lightning_ntp.data import (
     prepare_evaluation_loader,
     prepare_train_loader,
 )
+from lightning_ntp.data.fetch import refuse_unknown_loader
 from lightning_ntp.errors import DataError, UnsupportedError
 from lightning_ntp.policy import check_shares, shares_by_degree
 from lightning_ntp.topology import Topology
@@ -67,6 +68,7 @@ class ReplicaLoaders:
                     fill=not self._trainer.predicting,
                 )
             )
+        refuse_unknown_loader(loader)
         shares = self._initial_shares(loader)
         train = prepare_train_loader(
             loader,
@@ -119,8 +121,9 @@ class ReplicaLoaders:
     def _micro_batches(self) -> int:
         if self._trainer.accumulate_grad_batches != self._accumulate:
             raise UnsupportedError(
-                f"accumulate_grad_batches was changed from {self._accumulate} to {self._trainer.accumulate_grad_batches} "
-                "during fit, but shares are dealt for one number of micro-batches: set it on the Trainer, once"
+                f"accumulate_grad_batches was changed from {self._accumulate} to "
+                f"{self._trainer.accumulate_grad_batches} during fit, but shares are dealt for one number of "
+                "micro-batches: set it on the Trainer, once"
             )
         return self._accumulate
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torchmetrics import Metric
@@ -60,7 +61,7 @@ class ReplicaReducer:
             self._samples = None
 
     def reduce(self, tensor: Tensor, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
-        """Reduce a tensor of any shape over the replicas; the result has its device and dtype (a mean of ints: float64).
+        """Reduce a tensor of any shape over the replicas; the result has its device and dtype (means of ints: float64).
 
         Raises:
             ConfigError: for an operation other than mean, sum, min and max.
@@ -116,8 +117,13 @@ def _is_distributed(reducer: ReplicaReducer) -> bool:
     return reducer.num_replicas > 1 and not reducer.is_alone
 
 
+def means_everyone(group: Any) -> bool:
+    """Whether a process group stands for all members: ``LightningModule.all_gather`` passes the default group."""
+    return group is None or group is dist.group.WORLD
+
+
 def _operation(reduce_op: ReduceOp | str | None) -> str:
-    name = reduce_op.lower() if isinstance(reduce_op, str) else _NAMES.get(reduce_op, "sum" if reduce_op is None else "")
+    name = "sum" if reduce_op is None else _NAMES.get(reduce_op, str(reduce_op).lower())
     name = "mean" if name == "avg" else name
     if name not in ("mean", *_IDENTITY):
         raise ConfigError(f"reduce_op={reduce_op!r} is not known: use 'mean', 'sum', 'min' or 'max'")

@@ -22,8 +22,8 @@ Step = Callable[..., Any]
 class StepRunner:
     """Runs training, validation, test and prediction steps on this member.
 
-    Random numbers are seeded before every step: equal on all slots of a replica, so that masks on replicated activations
-    and sampled tokens are, different between replicas and steps.
+    Random numbers are seeded before every step: equal on all slots of a replica, so that masks on replicated
+    activations and sampled tokens are equal too, different between replicas and steps.
 
     Args:
         trainer: The Trainer.
@@ -60,25 +60,25 @@ class StepRunner:
         return output
 
     def evaluate(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One validation or test step. Arguments: batch, batch index if wanted, loader index if there are several."""
+        """One validation, test or prediction step.
+
+        Args:
+            step: Lightning's.
+            args: Batch, batch index if the step wants it, loader index if there are several.
+            kwargs: Nothing so far.
+        """
         batch_idx, loader_idx = (*args[1:], 0, 0)[:2]
         self._seed_step(self._trainer.global_step, loader_idx, batch_idx)
         micro = self._loaders.current_evaluation(loader_idx)
         with nullcontext() if micro is None else self._counting(micro, micro.num_samples):
             return step(*args, **kwargs)
 
-    def predict(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One prediction step; arguments as for ``evaluate``."""
-        batch_idx, loader_idx = (*args[1:], 0, 0)[:2]
-        self._seed_step(self._trainer.global_step, loader_idx, batch_idx)
-        return step(*args, **kwargs)
-
     def with_extra_passes(self, run: Step) -> Step:
         """Run what ``max_micro_batch`` has split off before ``run``, which runs the last pass of a micro-batch."""
 
         def run_passes(optimizer: Any, batch_idx: int, kwargs: OrderedDict) -> Any:
             micro = self._loaders.train.current
-            if not micro.extra:
+            if micro is None or not micro.extra:  # a stream's first batch, or nothing to split
                 return run(optimizer, batch_idx, kwargs)
             try:
                 for number, (batch, samples) in enumerate(micro.extra):

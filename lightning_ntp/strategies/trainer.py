@@ -33,14 +33,14 @@ from lightning_ntp.compat import lightning as compat
 from lightning_ntp.compat.torch import total_norm_by
 from lightning_ntp.config import GlobalBatch, NTPConfig, ReduceDtype, Timeouts
 from lightning_ntp.engine import Member
-from lightning_ntp.errors import CheckpointError, NTPError, UnsupportedError
+from lightning_ntp.errors import CheckpointError, UnsupportedError
 from lightning_ntp.parallel import ParallelModel, ParallelPlan
 from lightning_ntp.parallel.plans.auto import find_plan
 from lightning_ntp.parallel.probing.probe import ShapeProbe
 from lightning_ntp.strategies import checks
 from lightning_ntp.strategies.launcher import NTPLauncher
 from lightning_ntp.strategies.loaders import ReplicaLoaders
-from lightning_ntp.strategies.metrics import ReplicaReducer
+from lightning_ntp.strategies.metrics import ReplicaReducer, means_everyone
 from lightning_ntp.strategies.steps import StepRunner
 from lightning_ntp.strategies.votes import Votes, unwrapped
 from lightning_ntp.topology import Topology
@@ -59,8 +59,8 @@ class NTPStrategy(ModelParallelStrategy):
         tensor_parallel_size: Nominal degree of a replica; ``"auto"``: the devices of a node.
         degrees: Degree of every replica, to start nonuniform; the devices are their sum, e.g. ``[4, 3]``.
         plan: Which modules are sharded and how: module name patterns to styles; ``"auto"`` finds it.
-        global_batch: ``"constant"``: replicas of lower degree leave samples to the others; ``"shrink"``: these samples come
-            later in the epoch.
+        global_batch: ``"constant"``: replicas of lower degree leave samples to the others; ``"shrink"``: these samples
+            come later in the epoch.
         shares: Samples of a global batch (batch_size x replicas x accumulate_grad_batches) that each replica takes; by
             default in proportion to the degrees.
         max_micro_batch: Most samples in one forward; a larger micro-batch runs in several passes.
@@ -127,7 +127,7 @@ class NTPStrategy(ModelParallelStrategy):
     @property
     def topology(self) -> Topology:
         """Who sits where."""
-        return self._there(self._topology, "topology")
+        return checks.check_set_up(self._topology, "topology")
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -137,12 +137,12 @@ class NTPStrategy(ModelParallelStrategy):
     @property
     def shares(self) -> tuple[int, ...]:
         """Samples of a full global batch that each replica takes."""
-        return self._there(self._loaders, "shares").shares
+        return checks.check_set_up(self._loaders, "shares").shares
 
     @property
     def member(self) -> Member:
         """This process's member, with its recorder of collectives."""
-        return self._there(self._member, "member")
+        return checks.check_set_up(self._member, "member")
 
     @property
     @override
@@ -253,17 +253,14 @@ class NTPStrategy(ModelParallelStrategy):
         self._is_first_backward = True
         if self.lightning_module.automatic_optimization:
             compat.wrap_automatic_optimization(trainer, self._steps.with_extra_passes)
-        elif self.config.max_micro_batch is not None:
-            raise UnsupportedError(
-                f"max_micro_batch={self.config.max_micro_batch} needs automatic optimization: under manual optimization "
-                "training_step owns the passes; drop the argument"
-            )
+        else:
+            checks.check_manual_optimization(self.config)
 
     # Steps
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self._there(self._loaders, "loaders").wrap(dataloader)
+        return checks.check_set_up(self._loaders, "loaders").wrap(dataloader)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +277,7 @@ class NTPStrategy(ModelParallelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._steps.predict(super().predict_step, args, kwargs)
+        return self._steps.evaluate(super().predict_step, args, kwargs)
 
     @override
     def on_train_start(self) -> None:
@@ -320,7 +317,7 @@ class NTPStrategy(ModelParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        if group is not None:
+        if not means_everyone(group):
             return super().reduce(tensor, group, reduce_op)
         return tensor if self._reducer is None else self._reducer.reduce(tensor, reduce_op)
 
@@ -331,7 +328,7 @@ class NTPStrategy(ModelParallelStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """(replicas, ...): one tensor of each replica."""
-        if group is not None or self._reducer is None:
+        if not means_everyone(group) or self._reducer is None:
             return super().all_gather(tensor, group, sync_grads)
         checks.check_all_gather(sync_grads, self._reducer.is_alone)
         return torch.stack(self._reducer.gather(tensor))
@@ -394,12 +391,6 @@ class NTPStrategy(ModelParallelStrategy):
     def _trainer(self) -> Trainer | None:
         module = self.lightning_module
         return None if module is None else module._trainer
-
-    @staticmethod
-    def _there(part: Any, name: str) -> Any:
-        if part is None:
-            raise NTPError(f"strategy.{name} is known once the Trainer has set the strategy up")
-        return part
 
     @classmethod
     @override

@@ -58,8 +58,9 @@ class Votes:
             return None
         if norm_type != 2.0 or len(ours) != len(wanted):
             raise UnsupportedError(
-                f"clip_grad_norm_(norm_type={norm_type}) over {len(wanted)} gradients, {len(ours)} of them the model's: only "
-                "the 2-norm of the model's own gradients is known across members; use Trainer(gradient_clip_val=...)"
+                f"clip_grad_norm_(norm_type={norm_type}) over {len(wanted)} gradients, {len(ours)} of them the model's"
+                ": only the 2-norm of the model's own gradients is known across members; use "
+                "Trainer(gradient_clip_val=...)"
             )
         return grads[0].new_tensor(self._member.grad_norm(ours), dtype=torch.float64)
 

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ntp.comm.lane import Lane
 from lightning_ntp.compat.torch import call_at_end_of_backward
-from lightning_ntp.errors import UnsupportedError
 from lightning_ntp.layout import BucketKind, ParameterSize, cut_buckets
 from lightning_ntp.parallel.model import ParallelModel, ParallelParameter
 from lightning_ntp.sync.bucket import Bucket, SyncChannels
@@ -146,6 +145,8 @@ class GradientSync:
                 self._set_aside(index)
 
         def collect(_parameter: nn.Parameter) -> None:
+            if parameter.grad is None:  # frozen since the forward: nothing was accumulated
+                return
             grad, parameter.grad = parameter.grad, None
             self._asked.discard(index)
             with torch.no_grad():  # backward may build a graph of its own (create_graph=True)
@@ -176,11 +177,7 @@ class GradientSync:
             self._expect_gradients()
             call_at_end_of_backward(self._finish if self._syncing else self._start_backward)
         bucket, at = self._place[index]
-        if bucket.number < self._launched:
-            raise UnsupportedError(
-                f"parameter {self._params[index].name!r} got a gradient although it was frozen before backward began: set "
-                "requires_grad (toggle_optimizer) before the forward, not between forward and backward"
-            )
+        assert bucket.number >= self._launched, f"{self._params[index].name} got a gradient after its sum was launched"
         if self._weight:
             bucket.add(at, grad, self._weight)
         self._missing[bucket.number].discard(index)
@@ -235,7 +232,7 @@ class GradientSync:
             self._start_backward()
 
     def _hand_out(self) -> None:
-        """To frozen parameters too: they may have been collected, or voted on, before they were frozen (by a toggle)."""
+        """To frozen parameters too: they may have been collected, or voted on, before a toggle froze them."""
         for bucket in self._summed:
             for at, index in enumerate(bucket.indices):
                 parameter = self._params[index].parameter

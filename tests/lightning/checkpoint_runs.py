@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,9 @@ class Job:
         degrees: Of the replicas; None for a plain Trainer in one process.
         batch_size: Of the DataLoader.
         load: File to go on from.
-        folder: Where to save: ``step=N.ckpt`` every ``every`` steps, and ``end.ckpt``.
+        folder: Where to save: ``step=N.ckpt`` every ``every`` steps, ``epoch=N.ckpt`` after every epoch (or, under
+            ``val_every``, ``val-step=N.ckpt`` after every validation), and ``end.ckpt``.
+        val_every: Batches between validations; None for no validation.
         shuffle: ``"torch"``: ``shuffle=True``; ``"sampler"``: the same order with and without the strategy.
     """
 
@@ -121,6 +123,7 @@ class Job:
     every: int = 4
     accumulate: int = 1
     max_epochs: int = 2
+    val_every: int | None = None
     shuffle: str = "sampler"
     seed: int = 0
 
@@ -131,18 +134,19 @@ class Job:
 
 @dataclass
 class Told:
-    """What a rank saw: by optimizer step weights (on the leader) and learning rates; sample ids by batch."""
+    """What a rank saw: by optimizer step weights (on the leader) and learning rates; sample ids by batch; metrics."""
 
     weights: dict[int, dict[str, Tensor]]
     rates: dict[int, float]
     seen: list[list[int]]
-    files: list[str] = field(default_factory=list)
+    metrics: dict[str, float]
 
 
 def run_job(rank: int, world_size: int, store: str, job: Job) -> Told:
     torch.set_default_dtype(torch.float64)
     module, follow = Scheduled(MODEL, seed=job.seed), Follow()
-    save = ModelCheckpoint(job.folder, filename="{step}", every_n_train_steps=job.every, save_top_k=-1)
+    by_step = ModelCheckpoint(job.folder, filename="{step}", every_n_train_steps=job.every, save_top_k=-1)
+    by_epoch = ModelCheckpoint(job.folder, filename="val-{step}" if job.val_every else "{epoch}", save_top_k=-1)
     trainer = quiet_trainer(
         job.world_size,
         "auto" if job.degrees is None else NTPStrategy(degrees=list(job.degrees)),
@@ -150,13 +154,15 @@ def run_job(rank: int, world_size: int, store: str, job: Job) -> Told:
         accumulate_grad_batches=job.accumulate,
         gradient_clip_val=1.0,
         enable_checkpointing=True,
-        callbacks=[follow, save],
+        val_check_interval=job.val_every,
+        callbacks=[follow, by_step, by_epoch],
     )
     order = {"sampler": Shuffled(SIZE)} if job.shuffle == "sampler" else {"shuffle": True}
     data = DataLoader(TokenDataset(SIZE, with_index=True), batch_size=job.batch_size, **order)
-    trainer.fit(module, data, ckpt_path=job.load)
+    trainer.fit(module, data, loaders(10, 2) if job.val_every else None, ckpt_path=job.load)
     trainer.save_checkpoint(f"{job.folder}/end.ckpt")
-    return Told(follow.weights, follow.rates, module.seen)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+    return Told(follow.weights, follow.rates, module.seen, metrics)
 
 
 # What callbacks do
@@ -263,6 +269,7 @@ def save_badly(rank: int, world_size: int, store: str, folder: str) -> Refused:
     attempt("spoilt", f"{folder}/new/folders/good.ckpt")
     module.spoil = False
     trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    trainer.validate(module, loaders(10, 2), ckpt_path=f"{folder}/weights.ckpt", verbose=False)
     attempt("url", f"memory://{folder}/remote.ckpt")
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loaders(16, 4), ckpt_path=f"{folder}/new/folders/good.ckpt")

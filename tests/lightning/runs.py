@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,10 @@ from tests.support.reference import History, assert_parity, make_optimizer, weig
 Options = dict[str, Any]
 
 SMALL = ModelConfig(num_kv_heads=2, layers=1)
+
+
+def is_ntp(trainer: Trainer) -> bool:
+    return isinstance(trainer.strategy, NTPStrategy)
 
 
 @dataclass
@@ -65,6 +69,7 @@ class Language(LightningModule):
         self.model = build(config, seed, torch.get_default_dtype())
         self.optimizer_name, self.padded, self.poisoned = optimizer, padded, poisoned
         self.seen: list[Seen] = []
+        self.notes: Any = None  # for subclasses; a rank reports it
         self.ntp_plan = plan_for(config).with_prefix("model")
 
     def losses(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
@@ -96,8 +101,7 @@ class Language(LightningModule):
 
     def micro_batch(self) -> Any:
         """What the strategy knows of the micro-batch; None in a dense run."""
-        loaders = getattr(self.trainer.strategy, "_loaders", None)
-        return loaders and loaders.train.current
+        return self.trainer.strategy._loaders.train.current if is_ntp(self.trainer) else None
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         _, tokens = batch
@@ -116,7 +120,7 @@ class StepRecorder(Callback):
         self._steps_seen = 0
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
-        if isinstance(trainer.strategy, NTPStrategy):
+        if is_ntp(trainer):
             self.norms.append(trainer.strategy._votes.of(optimizer).grad_norm)
         else:
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -126,6 +130,10 @@ class StepRecorder(Callback):
         if trainer.global_step > self._steps_seen or not module.automatic_optimization:
             self._steps_seen = trainer.global_step
             self.weights.append(weights_of(module.model))
+
+
+def loader(size: int, batch_size: int, **options: Any) -> DataLoader:
+    return DataLoader(TokenDataset(size, with_index=True), batch_size=batch_size, **options)
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,7 @@ class Scenario:
         options: More arguments of the module.
         strategy: More arguments of the strategy.
         config: Of the transformer.
+        data: Makes the loaders, from size and batch size.
         norms: Whether each step's voted norm is that of the dense gradient.
     """
 
@@ -158,6 +167,7 @@ class Scenario:
     options: Options = field(default_factory=dict)
     strategy: Options = field(default_factory=dict)
     config: ModelConfig = SMALL
+    data: Callable[[int, int], DataLoader] = loader
     norms: bool = True
 
     @property
@@ -174,10 +184,7 @@ class FitResult:
     metrics: dict[str, float]
     global_step: int
     shares: tuple[int, ...]
-
-
-def loader(size: int, batch_size: int, **options: Any) -> DataLoader:
-    return DataLoader(TokenDataset(size, with_index=True), batch_size=batch_size, **options)
+    notes: Any = None
 
 
 def quiet_trainer(world_size: int, strategy: Any, **options: Any) -> Trainer:
@@ -202,13 +209,14 @@ def fit_rank(rank: int, world_size: int, store: str, scenario: Scenario) -> FitR
     strategy = NTPStrategy(degrees=list(scenario.degrees), bucket_cap_mb=0.02, **scenario.strategy)
     options = {"accumulate_grad_batches": scenario.accumulate} if scenario.accumulate > 1 else {}
     trainer = quiet_trainer(world_size, strategy, callbacks=[recorder], **options, **scenario.trainer)
-    trainer.fit(module, loader(scenario.size, scenario.batch_size), loader(7, 2))
+    trainer.fit(module, scenario.data(scenario.size, scenario.batch_size), scenario.data(7, 2))
     return FitResult(
         module.seen,
         rank_run(strategy, module, recorder, rank),
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         trainer.global_step,
         strategy.shares,
+        module.notes,
     )
 
 
@@ -221,15 +229,19 @@ def rank_run(strategy: NTPStrategy, module: Language, recorder: StepRecorder, ra
     return RankRun(replica, slot, [], recorder.norms, recorder.weights, layouts, shapes, [])
 
 
-def fit_dense(scenario: Scenario) -> tuple[History, dict[str, float]]:
-    """The same training without any parallelism: Lightning's own loop over whole global batches, here."""
+def fit_dense(scenario: Scenario) -> tuple[History, dict[str, float], Any]:
+    """The same training without any parallelism: Lightning's own loop over whole global batches, here.
+
+    Returns:
+        The history, the last logged values, the module's notes.
+    """
     torch.set_default_dtype(torch.float64)
     module = scenario.module(scenario.config, seed=0, **scenario.options)
     recorder = StepRecorder()
     trainer = quiet_trainer(1, "auto", callbacks=[recorder], **scenario.trainer)
-    trainer.fit(module, loader(scenario.size, scenario.samples_per_step), loader(7, 4))
+    trainer.fit(module, scenario.data(scenario.size, scenario.samples_per_step), scenario.data(7, 4))
     history = History([seen.loss for seen in module.seen], list(recorder.norms), recorder.weights)
-    return history, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return history, {name: float(value) for name, value in trainer.callback_metrics.items()}, module.notes
 
 
 def step_losses(results: Sequence[FitResult]) -> list[float]:

@@ -49,6 +49,17 @@ def test_resume_in_mid_epoch_at_other_degrees(workers, tmp_path):
     assert_same(again["state_dict"], exact["state_dict"])  # bitwise at the same degrees
 
 
+def test_resume_from_a_validation_in_mid_epoch(workers, tmp_path):
+    whole = Job((2, 1), 4, str(tmp_path / "whole"), accumulate=2, val_every=2, shuffle="torch")
+    truth = workers.run(run_job, 3, whole)
+    job = replace(whole, degrees=(1, 1), folder=str(tmp_path / "rest"), load=f"{whole.folder}/val-step=5.ckpt", seed=9)
+    told = workers.run(run_job, 2, job)
+    assert_goes_on(job, told[0], whole, truth[0], first=6)
+    assert told[0].metrics["val_loss"] == pytest.approx(truth[0].metrics["val_loss"], rel=1e-12)
+    files = sorted(path.name for path in Path(job.folder).iterdir())
+    assert files == ["end.ckpt", "val-step=6.ckpt"], "validation 5 is not run again"
+
+
 def samples(told: list[Told], job: Job) -> list[list[int]]:
     """Sample ids of every optimizer step, over the replicas."""
     replicas = [told[sum(job.degrees[:replica])].seen for replica in range(len(job.degrees))]
@@ -57,20 +68,21 @@ def samples(told: list[Told], job: Job) -> list[list[int]]:
 
 
 def test_plain_lightning_in_both_directions(workers, tmp_path):
-    """Twelve steps in two epochs; the files are from the end of the first one."""
+    """Twelve steps in two epochs; the files are from the last step of the first one, and from after it."""
     ours, plain = (
         Job(degrees, size, str(tmp_path / name), every=6)
         for degrees, size, name in (((2, 1), 4, "ours"), (None, 8, "plain"))
     )
     told, truth = workers.run(run_job, 3, ours)[0], workers.run(run_job, 1, plain)[0]
     assert_goes_on(ours, told, plain, truth, first=1)
-    ends = []
-    for start, job in ((plain, plain), (ours, plain), (plain, ours), (ours, ours)):
-        folder = f"{job.folder}-from-{Path(start.folder).name}"
-        rest = replace(job, folder=folder, load=f"{start.folder}/step=6.ckpt", seed=9)
-        assert_goes_on(rest, workers.run(run_job, rest.world_size, rest)[0], plain, truth, first=7)
-        ends.append(progress(f"{folder}/end.ckpt"))
-    assert ends[1:] == ends[:1] * 3, "plain Lightning counts on in the same way"
+    for file in ("step=6", "epoch=0"):
+        ends = []
+        for start, job in ((plain, plain), (ours, plain), (plain, ours), (ours, ours)):
+            folder = f"{job.folder}-from-{Path(start.folder).name}-{file}"
+            rest = replace(job, folder=folder, load=f"{start.folder}/{file}.ckpt", seed=9)
+            assert_goes_on(rest, workers.run(run_job, rest.world_size, rest)[0], plain, truth, first=7)
+            ends.append(progress(f"{folder}/end.ckpt"))
+        assert ends[1:] == ends[:1] * 3, "plain Lightning counts on in the same way"
 
     module = Scheduled.load_from_checkpoint(f"{ours.folder}/end.ckpt", config=MODEL)
     assert_same(module.state_dict(), truth.weights[12], rtol=1e-12)

@@ -15,11 +15,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_ntp import run
+from lightning_ntp import NTPStrategy, run
 from lightning_ntp.comm.rendezvous import check_world_size, connect_store
 from lightning_ntp.errors import ConfigError, LaunchError
 from lightning_ntp.supervisor import AllOrNothing, Supervisor
@@ -43,7 +46,7 @@ class Job:
 
     def finish(self, process: subprocess.Popen, stdin: str | None = None) -> tuple[int, str, str]:
         try:
-            out, err = process.communicate(stdin, timeout=60)
+            out, err = process.communicate(stdin, timeout=120)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
@@ -178,6 +181,18 @@ def test_a_signal_that_the_caller_ignores_stays_ignored(job, tmp_path, heeds_sig
     sender.join()
 
 
+def test_a_member_gets_its_share_of_the_threads_unless_the_user_says(monkeypatch):
+    def threads(num_members: int) -> str:
+        supervisor = Supervisor(["true"], num_members)
+        supervisor.store = SimpleNamespace(port=1)
+        return supervisor.member_env(0)["OMP_NUM_THREADS"]
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert (threads(1), threads(10_000)) == (str(len(os.sched_getaffinity(0))), "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads(10_000) == "3"
+
+
 def test_wrong_arguments():
     with pytest.raises(ConfigError, match="num_members=0"):
         Supervisor(["true"], 0)
@@ -227,18 +242,42 @@ def test_run_command_line(monkeypatch, capsys, tmp_path):
     assert "member already (LOCAL_RANK=0)" in capsys.readouterr().err
 
 
-def test_run_and_torchrun_meet_at_their_stores(job):
-    script = str(SCRIPTS / "gloo_sum.py")
-    lines = [f"rank {rank} of 2: 3 ['--lr', '3']" for rank in range(2)]
-    for launch in (
-        ["-m", "lightning_ntp.run", "--nproc-per-node", "2"],
-        ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-        + ["-m", "lightning_ntp.run"],
-    ):
-        code, out, err = job.finish(job.start(*launch, script, "--lr", "3"))
-        assert code == 0, err
-        assert sorted(out.split("\n"))[-2:] == lines
-        job.ends(timeout_s=2)
+def test_a_script_without_a_trainer_finds_the_store(job):
+    launch = ["-m", "lightning_ntp.run", "--nproc-per-node", "2", str(SCRIPTS / "gloo_sum.py"), "--lr", "3"]
+    code, out, err = job.finish(job.start(*launch))
+    assert code == 0, err
+    assert sorted(out.split("\n"))[-2:] == [f"rank {rank} of 2: 3 ['--lr', '3']" for rank in range(2)]
+
+
+def test_torchrun(job, tmp_path):
+    """The agent's store, no launcher of ours, and our `run` makes way for the script."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "lightning_ntp.run", str(SCRIPTS / "fit.py"), str(tmp_path), "once"]
+    code, _, err = job.finish(job.start(*command))
+    assert code == 0, err
+    assert {path.name: path.read_text() for path in tmp_path.glob("after.*")} == {
+        "after.0": "2 (1, 1)",
+        "after.1": "2 (1, 1)",
+    }
+    assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
+
+
+def other_number_of_devices(rank: int, world_size: int, store: str) -> str:
+    with pytest.raises(LaunchError) as caught:
+        Trainer(accelerator="cpu", devices=4, strategy="ntp", logger=False).fit(BoringModel())
+    return str(caught.value)
+
+
+def test_another_number_of_devices_than_processes(workers):
+    for told in workers.run(other_number_of_devices, 2):
+        assert "the Trainer asks for 4 members (devices x num_nodes), but 2 processes were started" in told
+        assert "start 4 (--nproc-per-node) or pass devices=2" in told
+
+
+def test_wrong_degrees_are_told_before_any_process_starts(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(ConfigError, match=r"degrees=\[4, 4\] sum to 8, but the Trainer has 7 devices: pass devices=8"):
+        Trainer(accelerator="cpu", devices=7, strategy=NTPStrategy(degrees=[4, 4]))
 
 
 def test_sigkill_of_the_supervisor_leaves_nobody(job, tmp_path):
@@ -256,12 +295,21 @@ def test_sigkill_of_the_supervisor_leaves_nobody(job, tmp_path):
 
 
 def test_script_runs_in_members_and_once_in_the_supervisor(job, tmp_path):
-    code, out, err = job.finish(job.start(str(SCRIPTS / "fit.py"), str(tmp_path), "twice"))
+    """Several fits in one script, the last of which fails in one rank."""
+    code, out, err = job.finish(job.start(str(SCRIPTS / "fit.py"), str(tmp_path), "several"))
+    ended = time.time()
     assert code == 1
-    assert "ValueError: rank 1 has had enough" in err and "rank 1 exited with code 1" in err
+    assert err.count("ValueError: rank 1 has had enough") == 1
+    assert all(err.count(f"[rank{rank}]: Traceback") <= 1 for rank in range(2)) and err.count("Traceback") <= 2
+    summary = err.splitlines()[-1]
+    assert summary.startswith("lightning_ntp: the job failed after") and "rank 1 (r1.s0) exited with code 1" in summary
+    assert ended - (tmp_path / "exception.1").stat().st_mtime < 10
+    assert (tmp_path / "exception.1").read_text() == "ValueError"
     hooks = {path.name for path in tmp_path.iterdir() if path.is_file()}
     assert {name for name in hooks if name.endswith("main")} == {"before.main"}
     assert {f"{what}.{rank}" for what in ("before", "setup", "after") for rank in range(2)} <= hooks
+    assert not any(name.startswith("never") for name in hooks)
+    assert (tmp_path / "after.0").read_text() == "4 (1, 1)"
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
 
 
@@ -280,7 +328,7 @@ def test_ctrl_c_reaches_the_members(job, tmp_path):
 def test_code_without_a_file_is_refused(job, tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); from standin import *\n"
-        f"build_trainer({str(tmp_path)!r})[0].fit(BoringModel())\n"
+        f"build_trainer({str(tmp_path)!r})[0].fit(Boring())\n"
     )
     from_argument = job.start("-c", code)
     from_stdin = job.start("-", stdin=subprocess.PIPE)

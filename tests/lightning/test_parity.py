@@ -1,4 +1,4 @@
-"""fp64 parity of ``Trainer.fit`` with dense training, step by step: what users do between forward and optimizer step."""
+"""fp64 parity of ``Trainer.fit`` with dense training, step by step: all that users do up to the optimizer step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_two_unequal_replicas(workers):
     first, second = ids_by_step(results[0]), ids_by_step(results[4])
     assert [a + b for a, b in zip(first, second, strict=True)] == windows * 2
     assert results[0].shares == (10, 8) and results[0].global_step == 6
-    _, metrics = fit_dense(scenario)
+    _, metrics, _ = fit_dense(scenario)
     for name in ("val_loss", "train_loss_epoch"):
         assert results[5].metrics[name] == pytest.approx(metrics[name], rel=1e-12)
 
@@ -211,7 +211,7 @@ class TwoOptimizers(Manual):
 
 
 class Alternating(TwoOptimizers):
-    """As Lightning's manual accumulates for two optimizers: a gradient waits unsynced while the other one's is synced."""
+    """As Lightning's manual accumulates for two optimizers: one gradient waits unsynced while the other is synced."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         loss, weight = self.losses(batch)

@@ -191,8 +191,8 @@ def test_command_line_refuses_by_name(arguments: list[str], words: str, capsys: 
 def test_report_shows_replicas_and_losses() -> None:
     out = io.StringIO()
     replicas = [Replica("r0", 4, 9), Replica("r1", 3, 7)]
-    print_report(replicas, Outcome(5.5, 2.25, 2.5), {"samples": 16}, Console(file=out, width=100))
-    for words in ("r0", "r1", "56.2%", "43.8%", "5.500", "2.250", "2.500", "samples"):
+    print_report(replicas, Outcome(5.5, 2.25, 10, 2.5), {"samples": 16}, Console(file=out, width=100))
+    for words in ("r0", "r1", "56.2%", "43.8%", "5.500", "last 10 steps", "2.250", "2.500", "samples"):
         assert words in out.getvalue()
 
 
@@ -211,7 +211,10 @@ def test_dense_run_learns_reports_and_repeats_itself(tmp_path: Path, capsys: pyt
     # A header, a line for each of six optimizer steps, and one for each of two validations.
     assert len(lines) == 1 + 6 + 2
     assert outcome.last_loss < outcome.first_loss - 0.1
-    assert "tokens/s" in capsys.readouterr().out
+    assert outcome.num_last == 6
+    told = capsys.readouterr().out
+    assert "tokens/s" in told and "loss, last 6 steps" in told
+    assert told.count("train_loss") == 6 and told.count("val_loss") == 2, "no progress bar where nobody looks"
     again, _ = dense_run(tmp_path / "run")
     assert again == lines
 

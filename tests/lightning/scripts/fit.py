@@ -1,6 +1,6 @@
 """python fit.py DIRECTORY several | once | forever
 
-`several`: fit, fit on, test, then fit with a Trainer of its own until rank 1 raises. `forever`: until somebody stops it.
+`several`: fit, fit on, test, then fit with another Trainer until rank 1 raises. `forever`: until somebody stops it.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Members that meet through `connect_store` and add up their ranks; prints one line each. Arguments are echoed."""
+"""Members without a Trainer that meet as any torch script does and add up their ranks; arguments are echoed."""
 
 import os
 import sys
@@ -6,13 +6,10 @@ import sys
 import torch
 import torch.distributed as dist
 
-from lightning_ntp.comm.rendezvous import check_world_size, connect_store
-
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-check_world_size(world_size)
-store = connect_store(timeout_s=60)
-dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=world_size)
-total = torch.tensor(rank + 1)
-dist.all_reduce(total)
-dist.destroy_process_group()
-print(f"rank {rank} of {world_size}: {total.item()} {sys.argv[1:]}\n", end="", flush=True)
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    total = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(total)
+    line = f"rank {dist.get_rank()} of {os.environ['WORLD_SIZE']}: {total.item()} {sys.argv[1:]}"
+    dist.destroy_process_group()
+    print(f"{line}\n", end="", flush=True)
