@@ -22,25 +22,83 @@ class Timeouts:
     """All time limits, in seconds; checked against each other.
 
     Attributes:
+        beat_s: How often a member gives a sign of life, and how often its host looks for one.
+        lease_s: A member whose last acknowledged sign of life is older than this ends itself. It bounds how long a
+            member may be stopped (SIGSTOP, a swapping machine) without being taken for dead.
+        lease_margin_s: How much longer than the lease the others wait before they take a silent member for dead. Covers
+            the drift of two clocks over one lease, and the end of the process itself.
+        classify_s: How long a member that got an error waits for news of a death before the error counts as its own.
+        join_s: How long live members may take to leave their collectives after a failure; who is later is killed.
+        build_s: How long the construction of one group may take.
+        hang_s: How long a member may stay out of a collective in which others wait, during a step.
+            Default: 60, or less where ``collective_s`` is short.
+        slow_hang_s: The same outside a step (loading data, saving, start). Default: half of ``collective_s``, at least
+            ``hang_s``.
         shutdown_grace_s: After one member has failed, how long the launcher lets the others end by themselves.
         start_s: How long a member waits for the store and for its peers at start.
-        collective_s: How long a collective may wait for a peer.
+        collective_s: How long a collective may wait for a peer: the last resort, if nothing else ended it.
 
     Raises:
-        ConfigError: unless 0 < shutdown_grace_s < start_s <= collective_s.
+        ConfigError: if a limit is not positive, or two are in the wrong order; the text has all values.
     """
 
+    beat_s: float = 0.1
+    lease_s: float = 3.0
+    lease_margin_s: float = 1.0
+    classify_s: float = 4.5
+    join_s: float = 15.0
+    build_s: float = 30.0
+    hang_s: float | None = None
+    slow_hang_s: float | None = None
     shutdown_grace_s: float = 5.0
     start_s: float = 300.0
     collective_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.shutdown_grace_s < self.start_s <= self.collective_s < math.inf:
-            raise ConfigError(
-                f"timeouts: shutdown_grace_s={self.shutdown_grace_s}, start_s={self.start_s}, "
-                f"collective_s={self.collective_s} must be positive and in this order: "
-                "shutdown_grace_s < start_s <= collective_s"
-            )
+        if self.hang_s is None:
+            object.__setattr__(self, "hang_s", min(60.0, max(self.join_s, self.collective_s / 2)))
+        if self.slow_hang_s is None:
+            object.__setattr__(self, "slow_hang_s", max(self.hang_s, self.collective_s / 2))
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        shown = ", ".join(f"{name}={value}" for name, value in values.items())
+        for name, value in values.items():
+            if not 0 < value < math.inf:
+                raise ConfigError(f"timeouts: {name}={value} must be a positive number of seconds; all: {shown}")
+        for smaller, larger, why in _ordered(self):
+            if not smaller[1] < larger[1] and not (why.startswith("=") and smaller[1] == larger[1]):
+                raise ConfigError(
+                    f"timeouts: {smaller[0]} ({smaller[1]}) must be less than {larger[0]} ({larger[1]}): "
+                    f"{why.lstrip('= ')}; all: {shown}"
+                )
+
+    @property
+    def silence_s(self) -> float:
+        """A member that was silent for this long is dead: its own lease has ended it before."""
+        return self.lease_s + self.lease_margin_s
+
+
+Limit = tuple[str, float]
+
+
+def _ordered(limits: Timeouts) -> tuple[tuple[Limit, Limit, str], ...]:
+    """(smaller, larger, why) of every pair whose order matters; a reason that starts with ``=`` allows equality."""
+
+    def pair(smaller: str, larger: str, why: str) -> tuple[Limit, Limit, str]:
+        return (smaller, getattr(limits, smaller)), (larger, getattr(limits, larger)), why
+
+    several_beats = "3 x beat_s", 3 * limits.beat_s
+    return (
+        (several_beats, ("lease_s", limits.lease_s), "a single late sign of life must not end a member"),
+        pair("lease_margin_s", "lease_s", "= the margin only covers the clocks' drift over one lease"),
+        pair("silence_s", "classify_s", "a death that only silence tells must be known before an error is classified"),
+        pair("classify_s", "join_s", "a member that still classifies its error must not be killed as late"),
+        pair("join_s", "hang_s", "= a slow recovery must not be taken for a hang"),
+        pair("hang_s", "slow_hang_s", "= a step is shorter than loading or saving"),
+        pair("slow_hang_s", "collective_s", "= the culprit of a hang must be found before all collectives give up"),
+        pair("build_s", "collective_s", "= groups are built in less time than a collective may wait"),
+        pair("shutdown_grace_s", "start_s", "members that fail at start are told of within the start"),
+        pair("start_s", "collective_s", "= members that start late must still find their peers waiting"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,3 +37,24 @@ class LaunchError(NTPError, RuntimeError):
 
 class CheckpointError(NTPError, RuntimeError):
     """A saved file that does not fit the model, or could not be written whole."""
+
+
+class MembershipError(NTPError, RuntimeError):
+    """Members could not agree on a view, or the job's store said something that must not be."""
+
+
+class GenerationOver(MembershipError):
+    """This generation has ended: a member is gone. Raised by collectives, so that the caller leaves and agrees anew."""
+
+
+class Fenced(MembershipError):
+    """The others went on without this member (it was silent for too long): it must end, and may come back as a
+    joiner."""
+
+
+class ShardsLost(MembershipError):
+    """No live member holds some part of the model; every survivor says so alike."""
+
+
+class JobFailed(MembershipError):
+    """The job has ended for a reason that no recovery mends, such as an exception in the user's code on some member."""

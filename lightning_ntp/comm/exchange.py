@@ -1,7 +1,7 @@
 """Collectives on a channel, with a recorder.
 
-The only place that calls collectives of the model's tensors. Tensors must be contiguous: gloo silently reduces only part
-of a strided view.
+The only place that calls collectives of the model's tensors. Tensors must be contiguous: gloo silently reduces only
+part of a strided view.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Exchange:
         assert tensor.is_contiguous(), "all_reduce on a strided view is silently wrong"
         if self.size > 1 and tensor.numel():
             self.recorder.add(self.handle.name, "all_reduce", tag, tensor, tensor)
-            dist.all_reduce(tensor, op=_OPERATIONS[op], group=self.handle.process_group)
+            self.handle.run(lambda group: dist.all_reduce(tensor, op=_OPERATIONS[op], group=group, async_op=True))
         return tensor
 
     def all_to_all(self, send: Tensor, send_numels: Sequence[int], recv_numels: Sequence[int], tag: str = "") -> Tensor:
@@ -87,9 +87,8 @@ class Exchange:
             return send.clone()
         received = send.new_empty(sum(recv_numels))
         self.recorder.add(self.handle.name, "all_to_all", tag, send, received)
-        dist.all_to_all_single(
-            received, send, list(recv_numels), list(send_numels), group=self.handle.process_group
-        )
+        sizes = list(recv_numels), list(send_numels)
+        self.handle.run(lambda group: dist.all_to_all_single(received, send, *sizes, group=group, async_op=True))
         return received
 
     def all_gather_uneven(self, local: Tensor, rows: Sequence[int], tag: str = "") -> list[Tensor]:
@@ -111,20 +110,21 @@ class Exchange:
             padded[: local.shape[0]] = local
         gathered = local.new_empty(self.size * longest, *local.shape[1:])
         self.recorder.add(self.handle.name, "all_gather", tag, padded, gathered)
-        all_gather_single(gathered, padded.contiguous(), self.handle.process_group)
-        return [part[:n] for part, n in zip(gathered.split(longest), rows, strict=True)] if longest else [local] * self.size
+        padded = padded.contiguous()
+        self.handle.run(lambda group: all_gather_single(gathered, padded, group))
+        if not longest:
+            return [local] * self.size
+        return [part[:n] for part, n in zip(gathered.split(longest), rows, strict=True)]
 
     def broadcast(self, tensor: Tensor, source: int, tag: str = "") -> Tensor:
         """Copy ``tensor`` of the member at group position ``source`` to all, in place."""
         if self.size > 1 and tensor.numel():
             self.recorder.add(self.handle.name, "broadcast", tag, tensor, tensor)
-            dist.broadcast(tensor, group=self.handle.process_group, group_src=source)
+            self.handle.run(lambda group: dist.broadcast(tensor, group=group, group_src=source, async_op=True))
         return tensor
 
 
-def all_gather_single(out: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """``all_gather_into_tensor`` under the name that this torch prefers."""
+def all_gather_single(out: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start ``all_gather_into_tensor`` under the name that this torch prefers."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, tensor, group=group)
-
-
+    return gather(out, tensor, group=group, async_op=True)

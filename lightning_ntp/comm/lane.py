@@ -1,7 +1,7 @@
 """Where the collectives of the gradient sync run, beside the backward pass.
 
-All members must launch them in one order. On CPU a thread works jobs off first in, first out; on CUDA jobs are launched at
-once on a side stream and no Python thread is needed.
+All members must launch them in one order. On CPU a thread works jobs off first in, first out; on CUDA jobs are launched
+at once on a side stream and no Python thread is needed.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
@@ -56,6 +57,23 @@ def connect_store(env: Mapping[str, str] = os.environ, timeout_s: float = 300.0)
     return TCPStore(
         host, port, world_size, is_master=rank == 0, wait_for_workers=False, timeout=timeout, multi_tenant=True
     )
+
+
+def host_store(host: str = "127.0.0.1") -> TCPStore:
+    """Host a job's store in this process, on a free port of one IPv4 interface.
+
+    Bound by ourselves: TCPStore would listen on every interface, and anybody who reaches a store can write to it. And
+    it would listen by IPv6; then its only thread looks up the name of every client at the DNS, which may freeze the
+    store for everybody for seconds. The name of an IPv4 loopback address stands in ``/etc/hosts``.
+
+    Args:
+        host: Address of the interface.
+    """
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        listener.listen(1024)
+        port, fd = listener.getsockname()[1], listener.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def join_world(

@@ -97,6 +97,17 @@ def gloo_group(store, rank: int, size: int, timeout):
     return build(store, rank, size, timeout=timeout)
 
 
+def set_backend_timeout(backend, timeout) -> None:
+    """Change the time limit of later collectives of a backend.
+
+    Raises:
+        UnsupportedError: if this torch cannot.
+    """
+    if not hasattr(backend, "_set_default_timeout"):
+        raise UnsupportedError(f"torch {torch.__version__} cannot change the timeout of a process group")
+    backend._set_default_timeout(timeout)
+
+
 def register_backend(name: str, create: Callable) -> None:
     """Make ``backend=name`` of ``init_process_group`` and ``new_group`` call ``create(options, pg_options)`` (CPU).
 
@@ -120,12 +131,17 @@ def device_backend(process_group: torch.distributed.ProcessGroup, device_type: s
         return None
 
 
-def abort_backend(backend) -> None:
-    """Abort a communicator, so that operations on it end; for NCCL.
+def abort_nccl(backends: list) -> None:
+    """Abort NCCL communicators together: one after the other, their aborts can wait for each other. Not run.
 
     Raises:
-        UnsupportedError: if the backend cannot be aborted.
+        UnsupportedError: if they cannot be aborted.
     """
-    if not hasattr(backend, "abort"):
-        raise UnsupportedError(f"torch {torch.__version__} cannot abort {type(backend).__name__}")
-    backend.abort()
+    if not all(hasattr(backends[0], name) for name in ("abort", "_group_start", "_group_end")):
+        raise UnsupportedError(f"torch {torch.__version__} cannot abort {type(backends[0]).__name__}")
+    backends[0]._group_start()
+    try:
+        for backend in backends:
+            backend.abort()
+    finally:
+        backends[0]._group_end()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,16 @@ def restore_metric(metric: Metric, snapshot: dict[str, Any]) -> None:
     """Put a metric back to where ``metric_snapshot`` found it."""
     for name, value in snapshot.items():
         setattr(metric, name, _copy(value))
+
+
+@contextmanager
+def keeping_forward_value(metric: Metric) -> Iterator[None]:
+    """What ``forward`` has returned last stays, whatever is done to the metric inside."""
+    if not hasattr(metric, "_forward_cache"):
+        raise UnsupportedError(f"torchmetrics {version} keeps the value of a step in another way")
+    value = metric._forward_cache
+    yield
+    metric._forward_cache = value
 
 
 def gather_all(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:

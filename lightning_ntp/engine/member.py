@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ntp.comm.exchange import Exchange, Recorder
-from lightning_ntp.comm.groups import open_channels
+from lightning_ntp.comm.groups import Channels, GroupHandle, open_channels
 from lightning_ntp.comm.lane import open_lane
 from lightning_ntp.comm.tree import ControlTree
 from lightning_ntp.engine.vote import Ballot, Vote, clip_by_norm
@@ -32,6 +33,7 @@ class Member:
         backend: Of the groups that carry the model's tensors.
         lowest_degree: The lowest degree that a replica may reach later.
         timeout: Of every collective.
+        channels: Those of a view, opened by the caller; without them they are opened here.
     """
 
     def __init__(
@@ -43,19 +45,13 @@ class Member:
         backend: str = "gloo",
         lowest_degree: int = 1,
         timeout: datetime.timedelta | None = None,
+        channels: Channels | None = None,
     ) -> None:
-        self.topology, self.rank, self.device = topology, rank, torch.device(device)
-        self.replica, self.slot = topology.place(rank)
-        self.recorder = Recorder()
+        self.device, self.recorder = torch.device(device), Recorder()
         self._backend = backend
-        self._channels = open_channels(topology, rank, backend=backend, timeout=timeout)
-        self.control = Exchange(self._channels.control, self.recorder)
-        self.tree = ControlTree(
-            Exchange(self._channels.replica_control, self.recorder),
-            self._channels.leader_control and Exchange(self._channels.leader_control, self.recorder),
-        )
+        self._enter(topology, rank, channels or open_channels(topology, rank, backend=backend, timeout=timeout))
         self.context = TensorParallelContext.at(
-            Exchange(self._channels.tensor_parallel, self.recorder),
+            self._exchange(self._channels.tensor_parallel),
             topology.degrees[self.replica],
             self.slot,
             topology.nominal_degree,
@@ -64,6 +60,7 @@ class Member:
         self._model: ParallelModel | None = None
         self._sync: GradientSync | None = None
         self._ballot: Ballot | None = None
+        self._sync_options: dict[str, Any] = {}
 
     @property
     def is_leader(self) -> bool:
@@ -79,7 +76,7 @@ class Member:
 
     def shard(self, module: nn.Module, plan: ParallelPlan) -> ParallelModel:
         """Give all members the leader's weights, then keep this slot's part of them. Changes ``module`` in place."""
-        self._copy_leaders_weights(module)
+        self._copy_leaders([*module.parameters(), *module.buffers()])
         self._model = parallelize(module, plan, self.context)
         return self._model
 
@@ -98,6 +95,7 @@ class Member:
             )
         theirs.exchange = ours.exchange
         self.context, self._model = theirs, model
+        self._copy_leaders(model.replicated_tensors())  # modules may have been added since, with weights of their own
         return model
 
     def start_sync(
@@ -107,9 +105,10 @@ class Member:
         reduce_dtype: torch.dtype | None = None,
     ) -> GradientSync:
         """Hook the gradient sync into the model, once its parameters are on their device and in their dtype."""
+        self._sync_options = {"bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype}
         channels = SyncChannels(
-            reshard=Exchange(self._channels.reshard, self.recorder),
-            data_parallel=self._channels.data_parallel and Exchange(self._channels.data_parallel, self.recorder),
+            reshard=self._exchange(self._channels.reshard),
+            data_parallel=self._channels.data_parallel and self._exchange(self._channels.data_parallel),
             control=self.control,
             counts=self.slot == 0,
         )
@@ -127,9 +126,27 @@ class Member:
         self._ballot = Ballot(self.model, self._sync, self.tree, self.replica)
         return self._sync
 
+    def enter_view(self, topology: Topology, rank: int, channels: Channels) -> None:
+        """Take the place that a new view gives, once the shards for it are here: modules and gradient sync follow.
+
+        Args:
+            topology: Of the new view.
+            rank: This member's place in it.
+            channels: Opened for it; the old ones are left to the caller.
+        """
+        self.stop_sync()
+        self._enter(topology, rank, channels)
+        self.context.move_to(self._exchange(channels.tensor_parallel), topology.degrees[self.replica], self.slot)
+        self.model.relocate()
+        self.start_sync(**self._sync_options)
+
     def vote(self, parameters: Sequence[nn.Parameter]) -> Vote:
         """Agree on a step of the optimizer that owns ``parameters``."""
         return self._built(self._ballot).cast(parameters)
+
+    @property
+    def ballot(self) -> Ballot:
+        return self._built(self._ballot)
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> float:
         """2-norm of the dense synced gradient; all members must ask."""
@@ -149,10 +166,21 @@ class Member:
         self.stop_sync()
         self._channels.close()
 
-    def _copy_leaders_weights(self, module: nn.Module) -> None:
+    def _enter(self, topology: Topology, rank: int, channels: Channels) -> None:
+        self.topology, self.rank, self._channels = topology, rank, channels
+        self.replica, self.slot = topology.place(rank)
+        self.control = self._exchange(channels.control)
+        leaders = channels.leader_control and self._exchange(channels.leader_control)
+        self.tree = ControlTree(self._exchange(channels.replica_control), leaders)
+
+    def _exchange(self, handle: GroupHandle) -> Exchange:
+        return Exchange(handle, self.recorder)
+
+    def _copy_leaders(self, tensors: Iterable[Tensor]) -> None:
+        """Give all members the leader's values of dense tensors, in place."""
         if self.topology.world_size == 1:
             return
-        for tensor in [*module.parameters(), *module.buffers()]:
+        for tensor in tensors:
             data: Tensor = tensor.detach()
             whole = data.to(self.device).contiguous()  # nccl needs it there; one tensor at a time
             dist.broadcast(whole, src=self.topology.leader)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,19 @@ class Vote:
 
     grad_norm: float
     used: tuple[bool, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; the norm keeps all its bits."""
+        return {"grad_norm": self.grad_norm.hex(), "used": "".join("01"[flag] for flag in self.used)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Vote:
+        """Read :meth:`to_json`.
+
+        Raises:
+            ValueError: if it is anything else.
+        """
+        return cls(float.fromhex(data["grad_norm"]), tuple(bit == "1" for bit in data["used"]))
 
 
 class Ballot:
@@ -50,12 +64,34 @@ class Ballot:
         flags = [float(flag) for flag in self._sync.used(parameters)]
         ballot = torch.tensor([self._owned_square(parameters), *flags], dtype=torch.float64)
         square, *used = self._tree.sum(ballot, tag="vote").tolist()
-        found = tuple(count > 0 for count in used)
-        self._sync.settle_used(parameters, found)
-        for parameter, is_used in zip(parameters, found, strict=True):
+        return self.settle(parameters, Vote(square**0.5, tuple(count > 0 for count in used)))
+
+    def settle(self, parameters: Sequence[nn.Parameter], vote: Vote) -> Vote:
+        """Let this member's gradients follow a vote, its own or one that the others have told it."""
+        self._sync.settle_used(parameters, vote.used)
+        for parameter, is_used in zip(parameters, vote.used, strict=True):
             if not is_used:
                 parameter.grad = None
-        return Vote(square**0.5, found)
+        return vote
+
+    def used(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
+        """This member's part of the used bitmap."""
+        return self._sync.used(parameters)
+
+    def square_among(self, parameters: Sequence[nn.Parameter], places: Sequence[tuple[int, int]], me: int) -> float:
+        """This member's part of the squared norm, if only some members are left to count.
+
+        Args:
+            parameters: Those that are voted on, with their synced gradients.
+            places: (degree, slot) of every member that is left; each unit is counted by the first that holds it.
+            me: This member's position among them.
+        """
+        total = 0.0
+        for parameter in parameters:
+            param = self._by_parameter[parameter]
+            for part in [] if parameter.grad is None else _counted(parameter.grad, param, places, me):
+                total += float(torch.linalg.vector_norm(part, dtype=torch.float64).square())
+        return total
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> float:
         """2-norm of the dense gradient of these parameters, without a vote. All members must ask."""
@@ -85,6 +121,21 @@ class Ballot:
             for piece in layout.pieces(degree, slot)
             if layout.segments[piece.segment].family.at(degree).owners[piece.unit] == slot
         ]
+
+
+def _counted(grad: Tensor, param: ParallelParameter, places: Sequence[tuple[int, int]], me: int) -> list[Tensor]:
+    """The parts of a gradient that nobody before this member holds."""
+    layout = param.layout
+    if isinstance(layout, Replicated):
+        return [grad] if me == 0 else []
+    earlier = {
+        (piece.segment, piece.unit) for degree, slot in places[:me] for piece in layout.pieces(degree, slot)
+    }
+    return [
+        grad.narrow(layout.dim, piece.local_row, piece.rows)
+        for piece in layout.pieces(*places[me])
+        if (piece.segment, piece.unit) not in earlier
+    ]
 
 
 def clip_by_norm(parameters: Sequence[nn.Parameter], grad_norm: float, max_norm: float) -> None:

@@ -1,11 +1,12 @@
 """One sum for all column-parallel projections of a block.
 
-q, k and v (gate and up) read the same input. Each would sum its part of that input's gradient over the slots; sharing the
-entry makes it one collective instead of three.
+q, k and v (gate and up) read the same input. Each would sum its part of that input's gradient over the slots; sharing
+the entry makes it one collective instead of three.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from lightning_ntp.parallel.collectives import copy_to_slots
@@ -23,7 +24,8 @@ class BlockInput:
         """``copy_to_slots(x)``, the same tensor again for the same input object."""
         if context.degree == 1:
             return x
-        if self._source is not x or self._entered is None:
+        needs_graph = x.requires_grad and torch.is_grad_enabled()  # what was made under no_grad has none
+        if self._source is not x or self._entered is None or self._entered.requires_grad != needs_graph:
             self._source, self._entered = x, copy_to_slots(x, context)
         return self._entered
 

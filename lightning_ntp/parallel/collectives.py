@@ -1,7 +1,8 @@
 """Collectives inside a replica that autograd knows the gradient of.
 
 The pairs of tensor parallelism (Shoeybi et al. 2019, Megatron-LM, section 3): what is the identity forward is a sum
-backward, and the other way round. All act on the exchange that the context holds when they run.
+backward, and the other way round. All act on the exchange that the context holds when they run. Their gradients are
+made of the same functions, so that gradients of gradients (``create_graph=True``) are right too.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ class _CopyToSlots(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        summed = grad.clone(memory_format=torch.contiguous_format)  # autograd may share the incoming buffer
-        return ctx.context.exchange.all_reduce(summed, tag="backward"), None
+        return _SumOverSlots.apply(grad, ctx.context, "backward"), None
 
 
 class _SumOverSlots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, context: TensorParallelContext) -> Tensor:
-        return context.exchange.all_reduce(x.clone(memory_format=torch.contiguous_format), tag="forward")
+    def forward(ctx: Any, x: Tensor, context: TensorParallelContext, tag: str) -> Tensor:
+        ctx.context = context
+        # A copy: autograd, or the user, may share the incoming memory.
+        return context.exchange.all_reduce(x.clone(memory_format=torch.contiguous_format), tag=tag)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _CopyToSlots.apply(grad, ctx.context), None, None
 
 
 class _GatherFeatures(torch.autograd.Function):
@@ -52,7 +54,7 @@ class _GatherFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _own_features(grad, ctx.layout, ctx.context), None, None
+        return _SplitFeatures.apply(grad, ctx.layout, ctx.context), None, None
 
 
 class _SplitFeatures(torch.autograd.Function):
@@ -63,7 +65,7 @@ class _SplitFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _GatherFeatures.forward(ctx, grad, ctx.layout, ctx.context), None, None
+        return _GatherFeatures.apply(grad, ctx.layout, ctx.context), None, None
 
 
 def _own_features(dense: Tensor, layout: Sharded, context: TensorParallelContext) -> Tensor:
@@ -79,7 +81,7 @@ def copy_to_slots(x: Tensor, context: TensorParallelContext) -> Tensor:
 
 def sum_over_slots(x: Tensor, context: TensorParallelContext) -> Tensor:
     """Leave a row-parallel region: sum over the slots; the gradient passes unchanged."""
-    return x if context.degree == 1 else _SumOverSlots.apply(x, context)
+    return x if context.degree == 1 else _SumOverSlots.apply(x, context, "forward")
 
 
 def gather_features(x: Tensor, layout: Sharded, context: TensorParallelContext) -> Tensor:

@@ -43,3 +43,8 @@ class TensorParallelContext:
     ) -> TensorParallelContext:
         reachable: Iterable[int] = range(nominal_degree, min(lowest_degree, degree) - 1, -1)
         return cls(nominal_degree, tuple(reachable), degree, slot, exchange)
+
+    def move_to(self, exchange: Exchange, degree: int, slot: int) -> None:
+        """Take another place: all modules that share this context follow once they are told to ``relocate``."""
+        self.exchange, self.degree, self.slot = exchange, degree, slot
+        self.__post_init__()

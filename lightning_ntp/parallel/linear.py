@@ -123,8 +123,7 @@ class RowParallelLinear(ParallelModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., local in_features), or dense ones with ``split_input`` -> (..., out_features)."""
-        if self.training:
-            self.context.random.leave(x.device)
+        self.context.random.leave(x.device)
         if self.split_input:
             x = split_features(x, self.layout, self.context)
         elif self.weight.shape[1] == 0:

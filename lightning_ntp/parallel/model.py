@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ntp.layout import ParameterLayout, Replicated
 from lightning_ntp.parallel.context import TensorParallelContext
@@ -71,6 +71,14 @@ class ParallelModel:
                 if isinstance(module, ParallelModule):
                     layout, shape = module.layouts[name], module.dense_shapes[name]
                 yield ParallelParameter(f"{prefix}.{name}" if prefix else name, parameter, layout, shape)
+
+    def replicated_tensors(self) -> list[Tensor]:
+        """Parameters and buffers that every slot holds whole."""
+        whole: list[Tensor] = [each.parameter for each in self.parameters() if isinstance(each.layout, Replicated)]
+        for module in self.module.modules():
+            if not isinstance(module, ParallelModule):
+                whole += module.buffers(recurse=False)
+        return whole
 
     def relocate(self) -> None:
         """Let modules follow the context after it changed."""

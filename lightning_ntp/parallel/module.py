@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
+from lightning_ntp.compat.modules import has_gradient_hooks
 from lightning_ntp.errors import PlanError
 from lightning_ntp.layout import ParameterLayout
 from lightning_ntp.parallel.context import TensorParallelContext
@@ -28,6 +31,7 @@ class ParallelModule(nn.Module):
     def __init__(self, context: TensorParallelContext) -> None:
         super().__init__()
         self.context = context
+        self.register_state_dict_pre_hook(_warn_of_parts)
         self.layouts: dict[str, ParameterLayout] = {}
         self.dense_shapes: dict[str, torch.Size] = {}
 
@@ -47,23 +51,33 @@ class ParallelModule(nn.Module):
             tied: Local parameters by dense one: a tensor tied to another module stays tied.
 
         Raises:
-            PlanError: if the other module shards the tensor in another way.
+            PlanError: if the other module shards the tensor in another way, or it has gradient hooks.
         """
         if dense is None:
             self.register_parameter(name, None)
             return
         tied = {} if tied is None else tied
         if dense not in tied:
-            local = take_local(dense.detach(), layout, self.context.degree, self.context.slot)
-            tied[dense] = (nn.Parameter(local, requires_grad=dense.requires_grad), layout)
+            tied[dense] = self._cut(name, dense, layout), layout
         parameter, first_layout = tied[dense]
         if first_layout != layout:
             raise PlanError(
-                f"a tied {name} of shape {tuple(dense.shape)} is sharded in two ways: give both modules a style over the "
-                "same dimension, such as 'vocab' and 'colwise(gather_output=True)', or replicate both"
+                f"a tied {name} of shape {tuple(dense.shape)} is sharded in two ways: give both modules a style over "
+                "the same dimension, such as 'vocab' and 'colwise(gather_output=True)', or replicate both"
             )
         self.register_parameter(name, parameter)
         self.layouts[name], self.dense_shapes[name] = layout, dense.shape
+
+    def _cut(self, name: str, dense: nn.Parameter, layout: ParameterLayout) -> nn.Parameter:
+        if has_gradient_hooks(dense):
+            raise PlanError(
+                f"a {name} of shape {tuple(dense.shape)} that the plan shards has gradient hooks, which its local part "
+                "would not have: register them in on_fit_start, where they see that part, or leave its module whole"
+            )
+        local = take_local(dense.detach(), layout, self.context.degree, self.context.slot)
+        parameter = nn.Parameter(local, requires_grad=dense.requires_grad)
+        vars(parameter).update(vars(dense))  # marks, such as "no weight decay"
+        return parameter
 
     def local_shape(self, name: str, degree: int, slot: int) -> torch.Size:
         """Shape of a parameter at another place."""
@@ -71,3 +85,13 @@ class ParallelModule(nn.Module):
 
     def relocate(self) -> None:
         """Recompute what depends on the place, after the context has changed. Parameters are moved by others."""
+
+
+def _warn_of_parts(module: ParallelModule, prefix: str, keep_vars: bool) -> None:
+    """A file made of it would lack the other slots' parts; who asks for the tensors themselves knows what they are."""
+    if not keep_vars and module.context.slot == 0:
+        warnings.warn(
+            "state_dict() of a sharded model holds this member's part of the weights, not the dense tensors: to save "
+            "the model, call trainer.save_checkpoint(path) on all members",
+            stacklevel=2,
+        )

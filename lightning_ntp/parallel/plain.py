@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from lightning_ntp.compat.modules import has_hooks
+
 # These read their children's weights themselves, at least in evaluation, instead of calling the children.
 READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -25,6 +27,6 @@ def why_not_plain(module: nn.Module, parent: nn.Module | None = None) -> str | N
         return f"it is a {type(module).__name__} with a forward of its own"
     if hasattr(module, "parametrizations"):
         return "its weight is parametrized"
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if has_hooks(module):
         return "it has hooks, which its replacement would not have"
     return None

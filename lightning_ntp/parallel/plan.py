@@ -21,13 +21,16 @@ class ParallelPlan:
             Modules that no pattern names are replicated.
 
     Raises:
-        PlanError: if a style cannot be read.
+        PlanError: if a style cannot be read, or a pattern has ``**``.
     """
 
     def __init__(self, styles: Mapping[str, str | Style]) -> None:
-        self.styles: dict[str, Style] = {
-            pattern: parse_style(style, pattern) for pattern, style in styles.items()
-        }
+        for pattern in styles:
+            if "**" in str(pattern):
+                raise PlanError(
+                    f"plan pattern {pattern!r} has '**', which is not known: write one '*' for every name between dots"
+                )
+        self.styles: dict[str, Style] = {pattern: parse_style(style, pattern) for pattern, style in styles.items()}
 
     def with_prefix(self, prefix: str) -> ParallelPlan:
         """The same plan for a model that sits at ``prefix`` inside another."""

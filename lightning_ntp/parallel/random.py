@@ -1,8 +1,9 @@
 """Random numbers of a replica: equal on all slots where activations are replicated, different where they are local.
 
-Dropout on a replicated activation must draw the same mask on every slot, or the slots' copies drift apart; on local heads
-or columns each slot should draw its own. Between a column- and a row-parallel layer activations are local: there this
-member draws from a generator of its own, seeded from the common one, so that a recomputed forward draws the same again.
+Dropout on a replicated activation must draw the same mask on every slot, or the slots' copies drift apart; on local
+heads or columns each slot should draw its own. Between a column- and a row-parallel layer activations are local: there
+this member draws from a generator of its own, seeded from the common one, so that a recomputed forward draws the same
+again.
 """
 
 from __future__ import annotations
@@ -12,37 +13,38 @@ import torch
 # Large odd factor: neighbouring slots get unrelated seeds.
 _SLOT_STRIDE = 0x9E3779B97F4A7C15
 _SEED_SPACE = 2**63
+# Seeds of local regions have this bit, all others do not: the generator itself tells whether a region is open.
+_LOCAL = 2**63
 
 
 class LocalRandom:
     """The default generators, switched to a slot's own stream inside a local region.
+
+    Both streams follow from the region's seed, and nothing is remembered here. So activation checkpointing, which puts
+    the generators back before it recomputes, may begin and end anywhere in a region.
 
     Args:
         slot: This member's slot.
     """
 
     def __init__(self, slot: int) -> None:
-        self.slot = slot
-        self._common: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._shift = (slot + 1) * _SLOT_STRIDE
 
     def enter(self, device: torch.device) -> None:
         """Begin a local region; a second call inside it changes nothing, nor does one on the meta device."""
-        if self._common is not None or device.type == "meta":
+        if device.type == "meta" or self._is_inside():
             return
         drawn = int(torch.randint(_SEED_SPACE - 1, (), dtype=torch.int64))
-        seed = (drawn + (self.slot + 1) * _SLOT_STRIDE) % _SEED_SPACE
-        on_cuda = device.type == "cuda"
-        self._common = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
-        _seed(device, seed)
+        _seed(device, _LOCAL + (drawn + self._shift) % _SEED_SPACE)
 
     def leave(self, device: torch.device) -> None:
-        """End a local region: go on with the common stream."""
-        if self._common is None:
-            return
-        (host, cuda), self._common = self._common, None
-        torch.set_rng_state(host)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+        """End a local region: go on with a common stream, seeded by what the region was entered with."""
+        if device.type != "meta" and self._is_inside():
+            _seed(device, (torch.default_generator.initial_seed() - self._shift) % _SEED_SPACE)
+
+    @staticmethod
+    def _is_inside() -> bool:
+        return torch.default_generator.initial_seed() >= _LOCAL
 
 
 def seed_replica(device: torch.device, *parts: int) -> None:

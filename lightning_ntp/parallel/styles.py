@@ -1,4 +1,4 @@
-"""Styles: what a plan says of one module. Each can be written as an object or as a string such as ``"rowwise(units=8)"``."""
+"""Styles: what a plan says of one module. Each is written as an object or a string such as ``"rowwise(units=8)"``."""
 
 from __future__ import annotations
 
@@ -131,15 +131,17 @@ def parse_style(text: str | Style, where: str = "") -> Style:
     """Read a style from its string form: a name, or a call with literal arguments.
 
     Args:
-        text: Such as ``"colwise"`` or ``"attention(num_heads=8, num_kv_heads=2)"``; a style object is returned as it is.
-        where: The pattern it stands for, for the message.
+        text: Such as ``"colwise"`` or ``"attention(num_heads=8, num_kv_heads=2)"``; a style object is returned as it
+        is. where: The pattern it stands for, for the message.
 
     Raises:
         PlanError: if the name is unknown or the arguments do not fit.
     """
-    if not isinstance(text, str):
-        return text
     problem = f"plan[{where!r}] = {text!r}"
+    if not isinstance(text, str):
+        if isinstance(text, Style):
+            return text
+        raise PlanError(f"{problem} is no style; write a string such as 'colwise' or 'attention(num_heads=8)'")
     try:
         node = ast.parse(text.strip(), mode="eval").body
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
@@ -151,10 +153,22 @@ def parse_style(text: str | Style, where: str = "") -> Style:
     if name not in _BY_NAME:
         raise PlanError(f"{problem}: unknown style {name!r}; there are {', '.join(_BY_NAME)}")
     try:
-        return _BY_NAME[name](*args, **kwargs)
+        style = _BY_NAME[name](*args, **kwargs)
     except TypeError:
         known = ", ".join(field.name for field in fields(_BY_NAME[name]))
         raise PlanError(f"{problem}: {name} takes ({known})") from None
+    _check_values(style, problem)
+    return style
+
+
+def _check_values(style: Style, problem: str) -> None:
+    for field in fields(style):
+        value = getattr(style, field.name)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if field.name in ("units", "num_heads", "num_kv_heads") and value is not None and not is_count:
+            raise PlanError(f"{problem}: {field.name}={value!r} must be a whole number of at least 1")
+        if isinstance(field.default, bool) and not isinstance(value, bool):
+            raise PlanError(f"{problem}: {field.name}={value!r} must be True or False")
 
 
 def format_style(style: Style) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightning_ntp.errors import PlanError
 from lightning_ntp.layout import Sharded, merge_rows
@@ -22,6 +23,11 @@ def local_index(layout: Sharded, context: TensorParallelContext, device: torch.d
     for dense_row, local_row, rows in merge_rows(layout.pieces(context.degree, context.slot)):
         index[dense_row : dense_row + rows] = torch.arange(local_row, local_row + rows, device=device)
     return index
+
+
+def _local_rows(index: Tensor, tokens: Tensor) -> Tensor:
+    # Not index[tokens]: a token of -1 would be the last one, where the dense layer raises.
+    return index.index_select(0, tokens.flatten()).view(tokens.shape)
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -57,7 +63,7 @@ class VocabParallelEmbedding(ParallelModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(...) long -> (..., embedding_dim)."""
-        local = self._index[tokens]
+        local = _local_rows(self._index, tokens)
         held = local >= 0
         if self.weight.shape[0]:
             vectors = F.embedding(local.clamp(min=0), self.weight)
@@ -78,10 +84,8 @@ class _ParallelLogSoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, local_target: Tensor, context: TensorParallelContext) -> Tensor:
         exchange = context.exchange
-        if logits.shape[-1]:
-            largest = logits.amax(dim=-1)
-        else:
-            largest = logits.new_full(logits.shape[:-1], -torch.inf)
+        is_empty = not logits.shape[-1]
+        largest = logits.new_full(logits.shape[:-1], -torch.inf) if is_empty else logits.amax(dim=-1)
         shifted = logits - exchange.all_reduce(largest, op="max", tag="forward").unsqueeze(-1)
         exponentials = shifted.exp()
         held = local_target >= 0
@@ -91,6 +95,7 @@ class _ParallelLogSoftmaxLoss(torch.autograd.Function):
         return total.log() - target_logit
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         probabilities, local_target, held = ctx.saved_tensors
         grad_logits = probabilities * grad.unsqueeze(-1)
@@ -135,10 +140,12 @@ def vocab_parallel_cross_entropy(
         )
         return losses.view(target.shape) if reduction == "none" else losses
     if head.gather_output:
-        raise PlanError("head gathers its output: give it the style 'vocab', or use torch's cross_entropy on its logits")
+        raise PlanError(
+            "head gathers its output: give it the style 'vocab', or use torch's cross_entropy on its logits"
+        )
     counts = target != ignore_index
     index = local_index(head.layout, head.context, logits.device)
-    local_target = index[torch.where(counts, target, torch.zeros_like(target))]
+    local_target = _local_rows(index, torch.where(counts, target, torch.zeros_like(target)))
     exact = logits if logits.dtype == torch.float64 else logits.float()
     losses = _ParallelLogSoftmaxLoss.apply(exact, local_target, head.context)
     losses = torch.where(counts, losses, torch.zeros_like(losses))

@@ -16,7 +16,7 @@ from lightning_ntp.compat import lightning as compat
 from lightning_ntp.compat.torch import is_compiled_in_place
 from lightning_ntp.config import NTPConfig
 from lightning_ntp.errors import NTPError, UnsupportedError
-from lightning_ntp.parallel import refuse_distributed
+from lightning_ntp.parallel import ParallelModel, check_partial_grads, refuse_distributed
 
 SUPPORTED_PRECISION = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
@@ -24,7 +24,8 @@ _AVERAGING = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
 
 # Updates of these are not elementwise: a slot would need the whole matrix, or steps several times on one gradient.
 _NOT_ELEMENTWISE = (
-    "Adafactor", "Muon", "LBFGS", "SparseAdam", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "SOAP", "KFAC",
+    "Adafactor", "Muon", "LBFGS", "SparseAdam", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "SOAP", "KFAC", "GaLore",
+    "Prodigy", "DAdapt", "NovoGrad", "AdamP", "SGDP", "Ranger", "CAME", "APOLLO", "8bit",
 )  # fmt: skip
 
 
@@ -114,6 +115,17 @@ def warn_of_single_replica(num_replicas: int) -> None:
             "data_parallel_size=1: with a single replica nobody else holds a member's part of the model, so a sudden "
             "loss cannot be recovered from a peer, only from a checkpoint; use two replicas or more"
         )
+
+
+def check_graph(loss: Tensor, model: ParallelModel) -> None:
+    """Refuse what only the graph of a loss shows, before its backward.
+
+    Raises:
+        PlanError: if the plan is wrong about where a replicated parameter is used.
+        UnsupportedError: for reentrant activation checkpointing.
+    """
+    check_no_reentrant_checkpointing(loss)
+    check_partial_grads(loss, model)
 
 
 def check_no_reentrant_checkpointing(loss: Tensor) -> None:

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from lightning_ntp.comm.exchange import Exchange
 from lightning_ntp.compat import lightning as compat
-from lightning_ntp.compat.torchmetrics import gather_all, metric_snapshot, restore_metric
+from lightning_ntp.compat.torchmetrics import gather_all, keeping_forward_value, metric_snapshot, restore_metric
 from lightning_ntp.engine import Member
 from lightning_ntp.errors import ConfigError
 
@@ -143,14 +143,11 @@ def leave_no_trace(trainer: Any, module: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     yield
     for key, result in logged.items():
-        if key in values:
-            forward_cache = result._forward_cache
-            restore_metric(result, values[key])
-            result._forward_cache = forward_cache  # what the step shows, already weighted over the replicas
-        elif result.is_tensor:
-            forward_cache = result._forward_cache
-            result.reset()
-            result._forward_cache = forward_cache
+        with keeping_forward_value(result):  # what the step shows, already weighted over the replicas
+            if key in values:
+                restore_metric(result, values[key])
+            elif result.is_tensor:
+                result.reset()
     for metric, state in zip(metrics, states, strict=True):
         restore_metric(metric, state)
     with torch.no_grad():

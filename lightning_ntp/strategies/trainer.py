@@ -287,7 +287,7 @@ class NTPStrategy(ModelParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._is_first_backward:
             self._is_first_backward = False
-            checks.check_no_reentrant_checkpointing(closure_loss)
+            checks.check_graph(closure_loss, self.member.model)
 
     @contextmanager
     @override

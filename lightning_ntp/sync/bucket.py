@@ -154,7 +154,8 @@ class Bucket:
     def _exchange(self, pieces: Sequence[Tensor], expected: Sequence[Moves]) -> Tensor:
         """Send a piece to each slot of the replica; returns the pieces from each, one after the other."""
         sent = [piece.numel() for piece in pieces]
-        return self._channels.reshard.all_to_all(torch.cat(list(pieces)), sent, [_numel(m) for m in expected], self._tag)
+        received = [_numel(moves) for moves in expected]
+        return self._channels.reshard.all_to_all(torch.cat(list(pieces)), sent, received, self._tag)
 
     def _read(self, moves: Moves) -> Tensor:
         """Local gradient rows, flat, one move after the other."""

@@ -1,8 +1,8 @@
 """Gradient sync: weighted gradients of unequal replicas meet in buckets, while backward still runs.
 
-Per micro-batch a hook adds ``weight * grad`` into the parameter's bucket and clears ``.grad``. In the last backward of a
-window each full bucket is summed over the replicas; when ``backward()`` returns, ``.grad`` is the synced gradient of the
-whole global batch. So raw ``loss.backward()``, unequal micro-batches and unequal shares need nothing from the user.
+Per micro-batch a hook adds ``weight * grad`` into the parameter's bucket and clears ``.grad``. In the last backward of
+a window each full bucket is summed over the replicas; when ``backward()`` returns, ``.grad`` is the synced gradient of
+the whole global batch. So raw ``loss.backward()``, unequal micro-batches and unequal shares need nothing from the user.
 
 Buckets are launched strictly in order, the same on all members. A parameter without a gradient counts as zeros; whether
 it was used anywhere is known only after the vote.
@@ -159,14 +159,14 @@ class GradientSync:
         return handles
 
     def _set_aside(self, index: int) -> None:
-        """Save a gradient that an earlier backward synced: autograd must not add to it, nor the bucket reuse its memory."""
+        """Save an earlier backward's synced gradient: autograd must not add to it, nor the bucket reuse its memory."""
         parameter = self._params[index].parameter
         if parameter.grad is not None:
             self._carried[index] = parameter.grad.clone()
             parameter.grad = None
 
     def _put_back(self) -> None:
-        """Undo ``_set_aside`` where no gradient came: ``torch.autograd.grad`` passes here too, and gives it to its caller."""
+        """Undo ``_set_aside`` where no gradient came: ``torch.autograd.grad`` passes too, and hands it on."""
         for index in self._asked:
             self._params[index].parameter.grad = self._carried.pop(index, None)
         self._asked.clear()

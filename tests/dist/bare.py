@@ -25,7 +25,7 @@ Steps = list[list[int]]
 
 @dataclass
 class RankRun:
-    """What a rank reports: per step its part of the loss, the voted norm, its local parameters."""
+    """What a rank reports: per step (from ``first`` on) its part of the loss, the voted norm, its local parameters."""
 
     replica: int
     slot: int
@@ -35,6 +35,15 @@ class RankRun:
     layouts: dict[str, ParameterLayout]
     shapes: dict[str, torch.Size]
     records: list[Record]
+    degree: int = 0
+    first: int = 0
+
+    @classmethod
+    def of(cls, member: Member) -> RankRun:
+        """An empty run at the member's present place."""
+        params = list(member.model.parameters())
+        layouts, shapes = {p.name: p.layout for p in params}, {p.name: p.dense_shape for p in params}
+        return cls(member.replica, member.slot, [], [], [], layouts, shapes, member.recorder.records, member.context.degree)
 
 
 def plan_for(config: ModelConfig) -> ParallelPlan:
@@ -61,35 +70,40 @@ def train_rank(
         model = build(case.model, seed=0 if rank == topology.leader else 1 + rank).to(device)
         member.shard(model, plan_for(case.model))
         member.start_sync(bucket_cap_mb=0.02)
-        params = list(member.model.parameters())
-        parameters = list(model.parameters())
-        optimizer = make_optimizer(case.optimizer, parameters)
-        run = RankRun(
-            member.replica, member.slot, [], [], [],
-            {p.name: p.layout for p in params}, {p.name: p.dense_shape for p in params}, member.recorder.records,
-        )  # fmt: skip
+        optimizer = make_optimizer(case.optimizer, model.parameters())
+        run = RankRun.of(member)
         for ids in batches:
-            optimizer.zero_grad()
-            member.recorder.enabled = record
-            run.losses.append(_window(member, model, case, ids))
-            vote = member.vote(parameters)
-            member.recorder.enabled = False
-            run.norms.append(vote.grad_norm)
-            member.clip(parameters, vote, 1.0)
-            optimizer.step()
-            run.weights.append({p.name: p.parameter.detach().cpu().clone() for p in params})
+            train_step(member, optimizer, case, ids, run, record)
         member.close()
         return run
 
 
-def _window(member: Member, model: torch.nn.Module, case: Case, ids: list[int]) -> float:
-    """Forward and backward of one global batch; returns this replica's weighted part of the loss sum."""
-    rule = CutRule(case.shares, case.accumulate)
-    window = cut_window(rule, Extent(len(ids)), start=0, index=0)
-    part, tokens_seen = 0.0, torch.zeros((), dtype=torch.float64)
-    for index in range(window.count):
-        mine = [ids[position] for position in window.span(member.replica, index)]
-        is_last = index == window.count - 1
+def train_step(
+    member: Member, optimizer: torch.optim.Optimizer, case: Case, ids: list[int], run: RankRun, record: bool = False
+) -> None:
+    """One optimizer step over the samples ``ids``, added to ``run``."""
+    parameters = list(member.model.module.parameters())
+    optimizer.zero_grad()
+    member.recorder.enabled = record
+    run.losses.append(window(member, member.model.module, case, ids, case.shares)[0])
+    vote = member.vote(parameters)
+    member.recorder.enabled = False
+    run.norms.append(vote.grad_norm)
+    member.clip(parameters, vote, 1.0)
+    optimizer.step()
+    run.weights.append({p.name: p.parameter.detach().cpu().clone() for p in member.model.parameters()})
+
+
+def window(
+    member: Member, model: torch.nn.Module, case: Case, ids: list[int], shares: tuple[int, ...]
+) -> tuple[float, list[int]]:
+    """Forward and backward of one global batch; returns this replica's weighted part of the loss sum, and its samples."""
+    cut = cut_window(CutRule(shares, case.accumulate), Extent(len(ids)), start=0, index=0)
+    part, taken, tokens_seen = 0.0, [], torch.zeros((), dtype=torch.float64)
+    for index in range(cut.count):
+        mine = [ids[position] for position in cut.span(member.replica, index)]
+        taken += mine
+        is_last = index == cut.count - 1
         held = mine or ids[:1]  # a replica without a sample runs one dummy
         if case.padded:
             tokens, labels = (part.to(member.device) for part in padded_batch(held, case.model.vocab))
@@ -105,7 +119,7 @@ def _window(member: Member, model: torch.nn.Module, case: Case, ids: list[int]) 
             member.sync.begin(weight, sync=is_last)
         part += weight * loss.item()
         loss.backward()
-    return part if not case.padded else part / _all_tokens(ids, case)
+    return part if not case.padded else part / _all_tokens(ids, case), taken
 
 
 def _all_tokens(ids: list[int], case: Case) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_ntp.engine import Member
 from lightning_ntp.layout import ParameterLayout, Replicated
-from lightning_ntp.parallel import ParallelPlan
+from lightning_ntp.parallel import ParallelPlan, check_partial_grads
 from lightning_ntp.parallel.plans.auto import find_plan
 from lightning_ntp.parallel.probing.probe import ShapeProbe
 from lightning_ntp.parallel.shards import put_local
@@ -65,6 +65,7 @@ def run_once(
         tokens = batch(list(range(sum(degrees))), vocab)[first : first + degrees[member.replica]]
         logits = logits_of(model, tokens)
         loss = loss_of(logits, tokens)
+        check_partial_grads(loss, member.model)  # no false alarm
         member.sync.begin(len(tokens) / sum(degrees), sync=True)
         loss.backward()
         parameters = list(member.model.parameters())

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from lightning_ntp.comm.exchange import Record
-from lightning_ntp.layout import Replicated
+from lightning_ntp.layout import BucketKind, ParameterSize, Replicated, cut_buckets
 from tests.dist.bare import RankRun, train_rank
 from tests.support.cases import Case
 from tests.support.models import ModelConfig
@@ -99,6 +99,43 @@ def test_nothing_of_the_sync_travels_on_forward_channels(workers):
         channels = {record.tag.rstrip("0123456789"): record.channel for record in run.records}
         assert channels["forward"] == channels["backward"] == "tensor_parallel"
         assert all(r.channel != "tensor_parallel" for rs in sync_records(run).values() for r in rs)
+
+
+@pytest.mark.parametrize("model", [MHA, SHARED_KV], ids=["mha", "shared-kv"])
+@pytest.mark.parametrize("degrees", [(4, 3), (4, 3, 2)], ids=str)
+def test_bytes_of_each_bucket(workers, degrees, model):
+    """An extra slot sends the bytes of its sharded parameters and gets as many, bucket by bucket; a core slot sums."""
+    runs = one_step(workers, degrees, model)
+    names = sharded_buckets(runs[0])
+    for run in runs:
+        held = {tag: sum(run.weights[0][name].nbytes for name in group) for tag, group in names.items()}
+        records = {tag: {r.channel + str(i): r for i, r in enumerate(sync_records(run)[tag])} for tag in names}
+        if run.slot >= min(degrees):
+            assert {tag: (r["reshard0"].sent_bytes, r["reshard1"].received_bytes) for tag, r in records.items()} == {
+                tag: (size, size) for tag, size in held.items()
+            }
+        elif len(degrees) == 2 and model is MHA and run.replica == 1:
+            assert {tag: [(r.channel, r.sent_bytes) for r in each.values()] for tag, each in records.items()} == {
+                tag: [("data_parallel", size)] for tag, size in held.items()
+            }
+    sums = [  # of a slot: the same units everywhere, each once
+        {tag: sum(r.sent_bytes for r in sync_records(run)[tag] if r.channel == "data_parallel") for tag in names}
+        for run in runs
+        if run.slot < min(degrees)
+    ]
+    dense = {tag: 8 * sum(runs[0].shapes[name].numel() for name in group) for tag, group in names.items()}
+    slots = min(degrees)
+    for replica in range(len(degrees)):
+        mine = sums[replica * slots : (replica + 1) * slots]
+        assert {tag: sum(each[tag] for each in mine) for tag in names} == dense, "every unit is summed once"
+
+
+def sharded_buckets(run: RankRun) -> dict[str, list[str]]:
+    """Names of the sharded parameters of each bucket, cut as the sync cuts them."""
+    names = list(run.layouts)
+    sizes = [ParameterSize(run.layouts[name], run.shapes[name].numel() * 8, "") for name in names]
+    cuts = enumerate(cut_buckets(sizes, int(0.02 * 2**20)))
+    return {f"bucket{number}": [names[i] for i in cut.params] for number, cut in cuts if cut.kind is BucketKind.SHARDED}
 
 
 def sharded_tags(runs: list[RankRun]) -> set[str]:

@@ -173,6 +173,28 @@ def test_cross_entropy_of_local_logits(workers, degrees, vocab):
     workers.run(cross_entropy, sum(degrees), degrees, vocab)
 
 
+def unknown_tokens(rank: int, world_size: int, store: str) -> list[str]:
+    """A token that is none: -1 as the padding of somebody else's labels."""
+    with gloo_world(rank, world_size, store):
+        member = Member(Topology.start((2,), 2), rank)
+        plan = ParallelPlan({"table": "vocab", "head": "vocab"})
+        dense = nn.ModuleDict({"table": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
+        model = parallelize(dense, plan, member.context).module
+        logits = model["head"](model["table"](torch.arange(3)))
+        told = []
+        for wrong in (-1, 9):
+            tokens = torch.tensor([0, 1, wrong])
+            for call in (model["table"], lambda target: vocab_parallel_cross_entropy(logits, target, model["head"])):
+                with pytest.raises(IndexError) as error:
+                    call(tokens)  # before any collective
+                told.append(str(error.value))
+        return told
+
+
+def test_unknown_tokens_are_refused(workers):
+    assert all("out of" in text for text in sum(workers.run(unknown_tokens, 2), []))
+
+
 def gathered_head(rank: int, world_size: int, store: str) -> str:
     with gloo_world(rank, world_size, store):
         member = Member(Topology.start((2,), 2), rank)

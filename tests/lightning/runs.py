@@ -22,6 +22,7 @@ from tests.support.reference import History, assert_parity, make_optimizer, weig
 
 Options = dict[str, Any]
 
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}  # docs/design.md
 SMALL = ModelConfig(num_kv_heads=2, layers=1)
 
 
@@ -155,6 +156,7 @@ class Scenario:
         config: Of the transformer.
         data: Makes the loaders, from size and batch size.
         norms: Whether each step's voted norm is that of the dense gradient.
+        dtype: Of both runs' models; the comparison is as exact as it allows.
     """
 
     module: type[Language] = Language
@@ -169,6 +171,7 @@ class Scenario:
     config: ModelConfig = SMALL
     data: Callable[[int, int], DataLoader] = loader
     norms: bool = True
+    dtype: torch.dtype = torch.float64
 
     @property
     def samples_per_step(self) -> int:
@@ -202,8 +205,8 @@ def quiet_trainer(world_size: int, strategy: Any, **options: Any) -> Trainer:
 
 
 def fit_rank(rank: int, world_size: int, store: str, scenario: Scenario) -> FitResult:
-    """One member's fit in fp64. Only the leader's initial weights count."""
-    torch.set_default_dtype(torch.float64)
+    """One member's fit. Only the leader's initial weights count."""
+    torch.set_default_dtype(scenario.dtype)
     module = scenario.module(scenario.config, seed=rank, **scenario.options)
     recorder = StepRecorder()
     strategy = NTPStrategy(degrees=list(scenario.degrees), bucket_cap_mb=0.02, **scenario.strategy)
@@ -235,7 +238,7 @@ def fit_dense(scenario: Scenario) -> tuple[History, dict[str, float], Any]:
     Returns:
         The history, the last logged values, the module's notes.
     """
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(scenario.dtype)
     module = scenario.module(scenario.config, seed=0, **scenario.options)
     recorder = StepRecorder()
     trainer = quiet_trainer(1, "auto", callbacks=[recorder], **scenario.trainer)
@@ -280,7 +283,7 @@ def check_parity(workers: Any, scenario: Scenario, dense: History | None = None)
     if not scenario.norms:
         dense.norms = [None] * len(dense.losses)
     for replica in range(len(scenario.degrees)):
-        assert_parity(history_from(results, replica), dense)
+        assert_parity(history_from(results, replica), dense, TOLERANCES[scenario.dtype])
     runs = [result.run for result in results]
     assert_copies_equal(runs)
     for result in results:

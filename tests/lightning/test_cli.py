@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -84,6 +85,32 @@ def test_by_class_on_the_command_line():
     assert isinstance(plan, ParallelPlan) and plan.as_strings() == {"embed": "vocab"}
 
 
+def test_every_argument_has_a_default_and_a_type_that_can_be_filled():
+    given = {
+        "data_parallel_size": ("2", 2),
+        "tensor_parallel_size": ("5", 5),
+        "degrees": ("[4,3]", (4, 3)),
+        "plan": ('{"embed": "vocab"}', {"embed": "vocab"}),
+        "global_batch": ("shrink", "shrink"),
+        "shares": ("[3,1]", (3, 1)),
+        "max_micro_batch": ("2", 2),
+        "bucket_cap_mb": ("1.5", 1.5),
+        "grad_reduce_dtype": ("bfloat16", "bfloat16"),
+        "min_tensor_parallel_size": ("1", 1),
+        "fault_tolerance": ("false", False),
+        "timeouts": ("{start_s: 60}", Timeouts(start_s=60)),
+        "process_group_backend": ("gloo", "gloo"),
+    }
+    arguments = dict(list(inspect.signature(NTPStrategy.__init__).parameters.items())[1:])
+    assert arguments.keys() == given.keys(), "a new argument belongs here too"
+    for argument in arguments.values():
+        assert argument.default is not inspect.Parameter.empty and argument.annotation is not inspect.Parameter.empty
+    strategy = strategy_of(*ours(**{name: text for name, (text, _) in given.items()}))
+    for name, (_, value) in given.items():
+        holder = strategy.config if hasattr(strategy.config, name) else strategy
+        assert getattr(holder, "_plan" if name == "plan" else name) == value, name
+
+
 def test_printed_config_reads_back(tmp_path, capsys):
     given = tmp_path / "given.yaml"
     given.write_text(YAML)
@@ -139,7 +166,7 @@ def test_values_that_do_not_fit(arguments, told):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"timeouts.start_s": "1"}, "timeouts: shutdown_grace_s=5.0, start_s=1.0, collective_s=1800.0 must be"),
+        ({"timeouts.start_s": "1"}, r"timeouts.*start_s=1\.0"),
         ({"bucket_cap_mb": "-3"}, "bucket_cap_mb=-3.0 must be a positive number of mebibytes"),
         ({"fault_tolerance": "true"}, "fault_tolerance=True: live recovery is not part of this version"),
     ],

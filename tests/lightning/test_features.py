@@ -36,8 +36,10 @@ from tests.support.reference import train_dense
 
 
 class Clipped(Language):
+    """Notes the norm of every step."""
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        clip_grad_norm_(self.parameters(), 1.0)
+        self.notes = [*(self.notes or ()), float(clip_grad_norm_(self.parameters(), 1.0))]
 
 
 def fit_precisions(rank: int, world_size: int, store: str, runs: list[tuple[Any, str, dict]]) -> list[Any]:
@@ -49,7 +51,7 @@ def fit_precisions(rank: int, world_size: int, store: str, runs: list[tuple[Any,
         trainer = quiet_trainer(world_size, strategy, plugins=plugins, **options)
         trainer.fit(module, loader(18, 3 if degrees else 6))
         dtype = next(module.parameters()).dtype
-        results.append(([(entry.weight, entry.loss) for entry in module.seen], str(dtype)))
+        results.append(([(entry.weight, entry.loss) for entry in module.seen], str(dtype), module.notes))
     return results
 
 
@@ -72,6 +74,18 @@ def test_precision(workers):
             ours = sum(weight * value for weight, value in counted) / sum(weight for weight, _ in counted)
             assert ours == pytest.approx(loss, rel=tolerances[kind]), (kind, step)
         assert first[number][1] == dtypes.get(kind, "torch.float32"), kind
+        assert first[number][2] == last[number][2] == pytest.approx(dense.norms, rel=tolerances[kind]), kind
+
+
+def test_float32_parity(workers):
+    """Every weight after every step, and the norms, to 1e-5. SGD: AdamW's first steps go by the sign of a gradient."""
+    check_parity(
+        workers,
+        Scenario(
+            degrees=(4, 3), size=80, accumulate=3, options={"optimizer": "sgd"}, dtype=torch.float32,
+            trainer={"gradient_clip_val": 1.0, "max_epochs": 3}, config=ModelConfig(num_kv_heads=2, tied=True),
+        ),
+    )  # fmt: skip
 
 
 # Evaluation

@@ -340,6 +340,19 @@ def test_code_without_a_file_is_refused(job, tmp_path):
     assert not list(tmp_path.glob("setup.*")) and not (tmp_path / "lightning_logs").exists()
 
 
+def test_a_notebook_is_refused(job, tmp_path):
+    """Jupyter and IPython put a name into the builtins; a kernel runs from a file of its own."""
+    script = tmp_path / "kernel.py"
+    script.write_text(
+        f"import builtins, sys; builtins.__IPYTHON__ = True; sys.path.insert(0, {str(SCRIPTS)!r})\n"
+        f"from standin import *\nbuild_trainer({str(tmp_path)!r})[0].fit(Boring())\n"
+    )
+    code, _, err = job.finish(job.start(str(script)))
+    assert code == 1 and "LaunchError: strategy='ntp' runs the script again" in err and "a notebook" in err
+    assert "put the code into a file and run `python file.py`" in err
+    assert not list(tmp_path.glob("setup.*")) and not (tmp_path / "lightning_logs").exists()
+
+
 def test_hydra_job_keeps_directory_and_overrides(job, tmp_path):
     notes = tmp_path / "notes"
     notes.mkdir()

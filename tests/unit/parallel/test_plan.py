@@ -29,6 +29,7 @@ def context(degree: int, slot: int = 0, nominal: int | None = None) -> TensorPar
         ("ffn(up='fc1', down='fc2')", FFN(up="fc1", down="fc2")),
         ("replicate(partial_grad=True)", Replicate(True)),
         (" vocab ", Vocab()),
+        (" attention( num_heads = 8 ,num_kv_heads=2 ) ", Attention(8, 2)),
     ],
 )
 def test_string_forms(text, style):
@@ -45,6 +46,12 @@ def test_string_forms(text, style):
         ("colwise(units=n)", "is no style"),
         ("__import__('os')()", "is no style"),
         ("", "is no style"),
+        (None, "None is no style"),
+        ("colwise(units=0)", "units=0 must be a whole number of at least 1"),
+        ("colwise(units='8')", "units='8' must be a whole number"),
+        ("attention(num_heads=8.0)", r"num_heads=8\.0 must be a whole number"),
+        ("attention(8, num_kv_heads=True)", "num_kv_heads=True must be a whole number"),
+        ("replicate(partial_grad='no')", "partial_grad='no' must be True or False"),
     ],
 )
 def test_bad_strings(text, problem):
@@ -57,6 +64,8 @@ def test_patterns_stand_for_one_name_each():
     assert list(ParallelPlan({"layers.*.mlp": "ffn"}).match(model)) == ["layers.0.mlp", "layers.1.mlp"]
     with pytest.raises(PlanError, match=r"'layers.*.ml' names no module .* similar names are 'layers.\*.mlp'"):
         ParallelPlan({"layers.*.ml": "ffn"}).match(model)
+    with pytest.raises(PlanError, match=r"pattern 'layers.\*\*.mlp' has '\*\*'.*one '\*' for every name"):
+        ParallelPlan({"layers.**.mlp": "ffn"})  # would match the names of two letters and more: layers 10, 11, ...
     with pytest.raises(PlanError, match="both name 'layers.0.mlp'; keep one"):
         ParallelPlan({"layers.*.mlp": "ffn", "layers.0.*": "replicate"}).match(model)
 

@@ -24,7 +24,6 @@ import ctypes
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,84 +31,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Protocol
 
-from torch.distributed import TCPStore
-
-from lightning_ntp.comm.rendezvous import STORE_VARIABLE, WORLD_SIZE_VARIABLE
+from lightning_ntp.comm.rendezvous import STORE_VARIABLE, WORLD_SIZE_VARIABLE, host_store
 from lightning_ntp.errors import ConfigError, LaunchError
+from lightning_ntp.supervisor.policies import AllOrNothing, EndPolicy, MemberEnd
 
 _HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 _TO_GROUP = (signal.SIGINT,)
 _TO_MEMBER = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(frozen=True)
-class MemberEnd:
-    """How one member ended.
-
-    Attributes:
-        rank: The member's rank.
-        seat: Its seat for the reader, such as ``r1.s3``, or an empty string where seats are not known.
-        exit_code: Exit code as a shell tells it: 128 + signal number for a member that a signal ended.
-        killed: Whether the supervisor itself killed it.
-    """
-
-    rank: int
-    seat: str
-    exit_code: int
-    killed: bool
-
-    def __str__(self) -> str:
-        name = f"rank {self.rank}" + (f" ({self.seat})" if self.seat else "")
-        if self.killed:
-            return f"{name} was killed by the supervisor"
-        if self.exit_code > 128:
-            with contextlib.suppress(ValueError):
-                return f"{name} was ended by {signal.Signals(self.exit_code - 128).name}"
-        return f"{name} exited with code {self.exit_code}"
-
-
-class EndPolicy(Protocol):
-    """Decides what the end of a member means."""
-
-    def on_end(self, supervisor: Supervisor, end: MemberEnd) -> None:
-        """React to a member's end, by calling the supervisor's methods. Its process group is gone already."""
-
-    def exit_code(self, supervisor: Supervisor) -> int:
-        """The job's exit code, once all members have ended (``supervisor.ends``, in the order seen)."""
-
-
-@dataclass(frozen=True)
-class AllOrNothing:
-    """One failed member ends the job; the others get a moment to say what they saw.
-
-    Attributes:
-        grace_s: Time in seconds from a failure to the kill of the rest. Few need it: the others' collectives raise as
-            soon as the connection to the failed member is closed.
-        stop_grace_s: The same once a signal has asked the job to stop. Longer, as members may be saving.
-    """
-
-    grace_s: float = 5.0
-    stop_grace_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        for name in ("grace_s", "stop_grace_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds, 0 or more")
-
-    def on_end(self, supervisor: Supervisor, end: MemberEnd) -> None:
-        if end.exit_code != 0:
-            supervisor.kill_after(self.stop_grace_s if supervisor.stop_signal else self.grace_s)
-
-    def exit_code(self, supervisor: Supervisor) -> int:
-        failures = [end for end in supervisor.ends if end.exit_code != 0]
-        own = next((end.exit_code for end in failures if not end.killed), 0)
-        if failures and not own:  # only a second Ctrl-C kills where nobody failed: tell of the signal, not of the kill
-            return 128 + (supervisor.stop_signal or signal.SIGKILL)
-        return own
 
 
 @dataclass
@@ -162,21 +93,23 @@ class Supervisor:
             raise LaunchError("the members of a job must be started from the main thread: call fit there")
         start = time.monotonic()
         with _SignalInbox((*_TO_GROUP, *_TO_MEMBER)) as inbox:
-            self.store = _host_store()
+            self.store = host_store()
             try:
+                self.policy.on_start(self)
                 for rank in range(self.num_members):
                     self._spawn(rank)
                 while self._running:
-                    for signum in inbox.wait(self._time_to_kill()):
+                    for signum in inbox.wait(self._time_to_wake()):
                         self._forward(signum)
                     self._reap()
+                    self.policy.on_poll(self)
                     if self._time_to_kill() == 0:
                         self.kill()
             finally:
                 self._kill_and_wait()
-        exit_code = self.policy.exit_code(self)
-        if exit_code != 0:
-            print(self._summary(exit_code, time.monotonic() - start), file=sys.stderr, flush=True)
+        exit_code, note = self.policy.exit_code(self), self.policy.note(self)
+        if exit_code != 0 or note:
+            print(self._summary(exit_code, time.monotonic() - start, note), file=sys.stderr, flush=True)
         return exit_code
 
     def member_env(self, rank: int) -> dict[str, str]:
@@ -187,6 +120,7 @@ class Supervisor:
             "OMP_NUM_THREADS": str(threads),
             **os.environ,
             **self.env,
+            **self.policy.member_env(rank),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "NODE_RANK": "0",
@@ -204,6 +138,25 @@ class Supervisor:
         """Kill the members that still run in ``delay_s`` seconds, unless an earlier time was set before."""
         at = time.monotonic() + delay_s
         self._kill_at = at if self._kill_at is None else min(self._kill_at, at)
+
+    def start_member(self, rank: int) -> None:
+        """Start the process of a rank whose earlier one has ended.
+
+        Raises:
+            LaunchError: if it cannot be started.
+        """
+        assert rank not in self._running, f"rank {rank} still runs"
+        self._killed.discard(rank)
+        self._spawn(rank)
+
+    def kill_member(self, rank: int) -> bool:
+        """Kill one member's process group, now; returns whether it still runs. Its end is then seen like any other."""
+        process = self._running.get(rank)
+        if process is None:
+            return False
+        self._killed.add(rank)
+        _signal_group(process, signal.SIGKILL)
+        return True
 
     def kill(self) -> None:
         """Kill the process groups of all members that still run, now."""
@@ -254,16 +207,22 @@ class Supervisor:
     def _time_to_kill(self) -> float | None:
         return None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
 
+    def _time_to_wake(self) -> float | None:
+        times = [at for at in (self._time_to_kill(), self.policy.poll_s) if at is not None]
+        return min(times, default=None)
+
     def _kill_and_wait(self) -> None:
         self.kill()
         for process in self._running.values():
             process.wait()
 
-    def _summary(self, exit_code: int, elapsed_s: float) -> str:
+    def _summary(self, exit_code: int, elapsed_s: float, note: str) -> str:
+        if exit_code == 0:
+            return f"lightning_ntp: the job finished after {elapsed_s:.1f} s; {note}"
         failures = [end for end in self.ends if end.exit_code != 0]
         what = f"was stopped by {self.stop_signal.name}" if self.stop_signal else "failed"
         text = f"lightning_ntp: the job {what} after {elapsed_s:.1f} s, exit code {exit_code}: "
-        text += "; then ".join(map(str, failures))
+        text += note or "; then ".join(map(str, failures))
         if not self.stop_signal and any(end.exit_code == 128 + signal.SIGKILL and not end.killed for end in failures):
             text += ". A SIGKILL from nowhere is often the kernel short of memory: see dmesg"
         return text
@@ -299,15 +258,6 @@ class _SignalInbox:
 
 def _nothing(_signum: int, _frame: FrameType | None) -> None:
     """A handler must exist for the pipe to be written."""
-
-
-def _host_store() -> TCPStore:
-    # Bound by ourselves: TCPStore would listen on every interface, and anybody who reaches a store can write to it.
-    with socket.socket() as listener:
-        listener.bind((_HOST, 0))
-        listener.listen(1024)
-        port, fd = listener.getsockname()[1], listener.detach()
-    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def _die_with_parent(parent_pid: int) -> Callable[[], None]:
