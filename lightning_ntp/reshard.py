@@ -1,9 +1,9 @@
 """Move parameters and optimizer state from the slots of one view to those of the next.
 
-For every parameter, and every optimizer-state tensor of its shape: a member keeps the units it has, and gets those that its
-new slot wants besides from one source each, its own replica first. Chunks of parameters travel together in one
-all-to-all; a parameter is replaced when its chunk is complete, so a move that fails in the middle leaves every parameter
-whole, either in the old layout or in the new, and what a member holds says which.
+For every parameter, and every optimizer-state tensor of its shape: a member keeps the units it has, and gets those that
+its new slot wants besides from one source each, its own replica first. Chunks of parameters travel together in one
+all-to-all; a parameter is replaced when its chunk is complete, so a move that fails in the middle leaves every
+parameter whole, either in the old layout or in the new, and what a member holds says which.
 
 What a member gives up is kept until the first commit in the new view: until then it may be the only copy.
 """
@@ -143,7 +143,7 @@ class ShardKeeper:
             raise ShardsLost(f"no live member holds all of {shown}: go on from a checkpoint, or with more replicas")
 
     def _chunks(self, plans: Sequence[Transfer], chunk_bytes: int) -> Iterator[list[tuple[int, Transfer]]]:
-        """Parameters with their plans, in order. One that stays where it is travels in no chunk but is renamed in one."""
+        """Parameters with their plans, in order, cut by size."""
         chunk: list[tuple[int, Transfer]] = []
         filled = 0
         for index, plan in enumerate(plans):
@@ -237,9 +237,9 @@ class ShardKeeper:
                 continue
             if value.shape != param.parameter.shape:
                 raise UnsupportedError(
-                    f"optimizer {type(self._owner[param.parameter]).__name__} keeps {key!r} of shape {tuple(value.shape)} for "
-                    f"{param.name!r} of shape {tuple(param.parameter.shape)}: only states of the parameter's shape can move "
-                    "between slots; use AdamW, Adam or SGD, or fault_tolerance=False"
+                    f"optimizer {type(self._owner[param.parameter]).__name__} keeps {key!r} of shape "
+                    f"{tuple(value.shape)} for {param.name!r} of shape {tuple(param.parameter.shape)}: only states of the "
+                    "parameter's shape can move between slots; use AdamW, Adam or SGD, or fault_tolerance=False"
                 )
             keys.append(key)
         return keys
@@ -276,7 +276,8 @@ class ShardKeeper:
         layout = self._params[index].layout
         for _, tensor in sorted(fresh.items()):
             rows = _rows(tensor, layout).narrow(0, piece.target_row, piece.rows)
-            part, data = data.split([rows.numel() * tensor.element_size(), data.numel() - rows.numel() * tensor.element_size()])
+            nbytes = rows.numel() * tensor.element_size()
+            part, data = data[:nbytes], data[nbytes:]
             rows.copy_(part.clone().view(tensor.dtype).view(rows.shape))  # a clone: the bytes may be unaligned
         return data
 
@@ -292,7 +293,9 @@ class ShardKeeper:
 def _plan_parameter(
     layout: ParameterLayout, before: tuple[Holder, ...], after: tuple[Holder, ...], turn: int
 ) -> Transfer:
-    return _plan_replicated(before, after, turn) if isinstance(layout, Replicated) else _plan_sharded(layout, before, after)
+    if isinstance(layout, Replicated):
+        return _plan_replicated(before, after, turn)
+    return _plan_sharded(layout, before, after)
 
 
 @lru_cache(maxsize=256)

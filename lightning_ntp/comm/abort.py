@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -49,16 +50,6 @@ class Abort:
         self._actions: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._event = threading.Event()
-        self._left_behind: list[tuple[dist.Work, dist.ProcessGroup]] = []
-
-    def leave_behind(self, work: dist.Work, process_group: dist.ProcessGroup) -> None:
-        """Keep an operation that does not end, and its group: letting go of either would block until its timeout."""
-        self._left_behind.append((work, process_group))
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether all operations that were left behind have ended, so that this object may go."""
-        return all(work.is_completed() for work, _ in self._left_behind)
 
     @property
     def reason(self) -> str | None:
@@ -130,9 +121,13 @@ def break_groups(process_groups: Sequence[dist.ProcessGroup]) -> None:
         nccl = [backend for backend in found if isinstance(backend, getattr(dist, "ProcessGroupNCCL", ()))]
         if nccl:
             compat.abort_nccl(nccl)  # not run, see the module's text
-    for group in process_groups:
-        if compat.device_backend(group, "cpu") is not None:
-            poison(group)
+    gloo = [group for group in process_groups if compat.device_backend(group, "cpu") is not None]
+    # At the same time: closing a group's connections is mostly waiting for gloo's own thread, 10 to 50 ms a group.
+    threads = [threading.Thread(target=_attempt, args=(partial(poison, group),), daemon=True) for group in gloo]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def poison(group) -> None:

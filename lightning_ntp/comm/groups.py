@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_ntp.comm.abort import Abort
 from lightning_ntp.comm.abortable import GenerationWorld
 from lightning_ntp.comm.progress import Progress
+from lightning_ntp.compat import torch as compat
 from lightning_ntp.errors import NTPError
 from lightning_ntp.topology import Topology
 
@@ -81,7 +82,7 @@ class GroupHandle:
 
     @staticmethod
     def _wait(work: dist.Work, group: dist.ProcessGroup, abort: Abort) -> None:
-        """Wait with an eye on the failure flag: of a hundred sends that poison meets in flight, one is never woken."""
+        """Wait with an eye on the failure flag: poison leaves about one of a hundred sends in flight blocked."""
         while True:
             try:
                 work.wait(_LOOK_UP)
@@ -90,7 +91,8 @@ class GroupHandle:
                 if work.is_completed():
                     raise
                 if abort.is_set:
-                    abort.leave_behind(work, group)
+                    # The destructor of either would block until the operation's timeout, or when Python ends.
+                    compat.keep_for_good(work, group)
                     abort.check()
 
     def forget(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -145,3 +146,9 @@ def abort_nccl(backends: list) -> None:
             backend.abort()
     finally:
         backends[0]._group_end()
+
+
+def keep_for_good(*objects: object) -> None:
+    """Keep objects from being destroyed, even when the interpreter ends: their destructor would block."""
+    for kept in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -90,8 +90,8 @@ class Member:
         if (theirs.nominal_degree, theirs.degree, theirs.slot) != (ours.nominal_degree, ours.degree, ours.slot):
             raise ConfigError(
                 f"the model is sharded for slot {theirs.slot} of degree {theirs.degree} "
-                f"(tensor_parallel_size={theirs.nominal_degree}), this job wants slot {ours.slot} of degree {ours.degree} "
-                f"(tensor_parallel_size={ours.nominal_degree}): build the model anew for other degrees"
+                f"(tensor_parallel_size={theirs.nominal_degree}), this job wants slot {ours.slot} of degree "
+                f"{ours.degree} (tensor_parallel_size={ours.nominal_degree}): build the model anew for other degrees"
             )
         theirs.exchange = ours.exchange
         self.context, self._model = theirs, model

@@ -1,8 +1,8 @@
 """A member that trains on when others die: recovery in two halves around the steps.
 
-*Agree, inside the failing call.* A member that meets a failure leaves all collectives and agrees on the next view. The view commits step
-c. A member that was in the vote on c gets the decided vote and finishes the step as if nothing had happened; a member
-that had not arrived at the step yet runs it again.
+*Agree, inside the failing call.* A member that meets a failure leaves all collectives and agrees on the next view. The
+view commits step c. A member that was in the vote on c gets the decided vote and finishes the step as if nothing had
+happened; a member that had not arrived at the step yet runs it again.
 
 *Change, at the entry of the next step.* New channels, the shards that this member lacks, and its new slot.
 
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed import Store
 from torch.optim import Optimizer
 
-from lightning_ntp.comm.abort import Abort
 from lightning_ntp.comm.abortable import GenerationWorld
 from lightning_ntp.comm.exchange import Exchange
 from lightning_ntp.comm.groups import Channels, open_channels, world_handle
@@ -41,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Replay(NTPError):
-    """The step that is under way was not committed: it has to be run again. Raised out of ``commit``, caught by ``run_step``."""
+    """The step under way was not committed and has to be run again. Raised by ``commit``, caught by ``run_step``."""
 
 
 @dataclass
@@ -95,7 +94,6 @@ class Survivor:
         self._world: GenerationWorld | None = None
         self._channels: Channels | None = None
         self._keeper: ShardKeeper | None = None
-        self._old_aborts: list[Abort] = []  # with operations of gone generations that have not ended yet
         self._pending: View | None = None
         self._vote: tuple[int, Vote] | None = None
         self.arrived = self.applied = -1
@@ -299,7 +297,6 @@ class Survivor:
             self._channels = None
         if self._world is not None:
             self._world.close()
-            self._old_aborts = [abort for abort in (*self._old_aborts, self._world.abort) if not abort.is_quiet]
             self._world = None
 
     def _place(self, view: View, seat: Any = None) -> Place:

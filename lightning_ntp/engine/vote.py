@@ -44,8 +44,8 @@ class Vote:
 class Ballot:
     """Casts this member's votes.
 
-    The norm is summed over the units that the lowest replica owns, each once, and travels in the vote; so all members use
-    bitwise the same value, whatever their layouts.
+    The norm is summed over the units that the lowest replica owns, each once, and travels in the vote; so all members
+    use bitwise the same value, whatever their layouts.
 
     Args:
         model: What this member holds.
