@@ -238,8 +238,8 @@ class ShardKeeper:
             if value.shape != param.parameter.shape:
                 raise UnsupportedError(
                     f"optimizer {type(self._owner[param.parameter]).__name__} keeps {key!r} of shape "
-                    f"{tuple(value.shape)} for {param.name!r} of shape {tuple(param.parameter.shape)}: only states of the "
-                    "parameter's shape can move between slots; use AdamW, Adam or SGD, or fault_tolerance=False"
+                    f"{tuple(value.shape)} for {param.name!r} of shape {tuple(param.parameter.shape)}: only states of "
+                    "the parameter's shape can move between slots; use AdamW, Adam or SGD, or fault_tolerance=False"
                 )
             keys.append(key)
         return keys
