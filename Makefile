@@ -34,8 +34,10 @@ exhaustive: env
 demo: env
 	$(PY) examples/train_gpt.py --demo
 
-# Runs with the interpreter it is given (PYTHON=...), which must have torch with CUDA, lightning and pytest.
+# Runs with the interpreter it is given (PYTHON=...), which must have torch, lightning and pytest; skips without a device.
 gpu:
+	@$(PYTHON) -c "import torch, lightning, pytest" || \
+	  { echo "PYTHON=$(PYTHON) lacks torch, lightning or pytest: name another, e.g. make gpu PYTHON=$(PY)"; exit 1; }
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests/gpu
 
 lint: env

@@ -1,6 +1,7 @@
 """The supervisor: starts the members of a job on this machine, and decides by a policy what the end of one means."""
 
-from lightning_ntp.supervisor.policies import AllOrNothing, EndPolicy, MemberEnd, TolerateDeaths
+from lightning_ntp.supervisor.ends import AllOrNothing, EndPolicy, MemberEnd
 from lightning_ntp.supervisor.processes import Supervisor
+from lightning_ntp.supervisor.tolerate import TolerateDeaths
 
 __all__ = ["AllOrNothing", "EndPolicy", "MemberEnd", "Supervisor", "TolerateDeaths"]

@@ -34,7 +34,7 @@ from types import FrameType
 
 from lightning_ntp.comm.rendezvous import STORE_VARIABLE, WORLD_SIZE_VARIABLE, host_store
 from lightning_ntp.errors import ConfigError, LaunchError
-from lightning_ntp.supervisor.policies import AllOrNothing, EndPolicy, MemberEnd
+from lightning_ntp.supervisor.ends import AllOrNothing, EndPolicy, MemberEnd
 
 _HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1

@@ -1,13 +1,10 @@
-"""What the end of a member means for the others."""
+"""The policy of a job that goes on through deaths."""
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightning_ntp.comm.rendezvous import connect_store
 from lightning_ntp.config import Timeouts
@@ -15,101 +12,11 @@ from lightning_ntp.errors import ConfigError
 from lightning_ntp.membership.exits import MEANINGS, ExitCode
 from lightning_ntp.membership.host import Host
 from lightning_ntp.membership.store import JobStore
+from lightning_ntp.supervisor.ends import EndPolicy, Job, MemberEnd
 from lightning_ntp.topology import Seat
-
-if TYPE_CHECKING:
-    from lightning_ntp.supervisor.processes import Supervisor
 
 TOKEN_VARIABLE, SEAT_VARIABLE, INCARNATION_VARIABLE = "NTP_TOKEN", "NTP_SEAT", "NTP_INCARNATION"
 """How a member learns the job's secret, its seat, and which process at that seat it is."""
-
-
-@dataclass(frozen=True)
-class MemberEnd:
-    """How one member ended.
-
-    Attributes:
-        rank: The member's rank.
-        seat: Its seat for the reader, such as ``r1.s3``, or an empty string where seats are not known.
-        exit_code: Exit code as a shell tells it: 128 + signal number for a member that a signal ended.
-        killed: Whether the supervisor itself killed it.
-    """
-
-    rank: int
-    seat: str
-    exit_code: int
-    killed: bool
-
-    def __str__(self) -> str:
-        name = f"rank {self.rank}" + (f" ({self.seat})" if self.seat else "")
-        if self.killed:
-            return f"{name} was killed by the supervisor"
-        if self.exit_code > 128:
-            with contextlib.suppress(ValueError):
-                return f"{name} was ended by {signal.Signals(self.exit_code - 128).name}"
-        return f"{name} exited with code {self.exit_code}"
-
-
-class EndPolicy:
-    """Decides what the end of a member means.
-
-    Attributes:
-        poll_s: How often :meth:`on_poll` is called, in seconds; ``None`` for never.
-    """
-
-    poll_s: float | None = None
-
-    def member_env(self, rank: int) -> Mapping[str, str]:
-        """Variables that a member gets besides the supervisor's own."""
-        return {}
-
-    def on_start(self, supervisor: Supervisor) -> None:
-        """The store is there, no member is started yet."""
-
-    def on_poll(self, supervisor: Supervisor) -> None:
-        """Between two looks at the members."""
-
-    def on_end(self, supervisor: Supervisor, end: MemberEnd) -> None:
-        """React to a member's end, by calling the supervisor's methods. Its process group is gone already."""
-        raise NotImplementedError
-
-    def exit_code(self, supervisor: Supervisor) -> int:
-        """The job's exit code, once all members have ended (``supervisor.ends``, in the order seen)."""
-        raise NotImplementedError
-
-    def note(self, supervisor: Supervisor) -> str:
-        """More to say at the end, whatever the exit code."""
-        return ""
-
-
-@dataclass(frozen=True)
-class AllOrNothing(EndPolicy):
-    """One failed member ends the job; the others get a moment to say what they saw.
-
-    Attributes:
-        grace_s: Time in seconds from a failure to the kill of the rest. Few need it: the others' collectives raise as
-            soon as the connection to the failed member is closed.
-        stop_grace_s: The same once a signal has asked the job to stop. Longer, as members may be saving.
-    """
-
-    grace_s: float = 5.0
-    stop_grace_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        for name in ("grace_s", "stop_grace_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds, 0 or more")
-
-    def on_end(self, supervisor: Supervisor, end: MemberEnd) -> None:
-        if end.exit_code != 0:
-            supervisor.kill_after(self.stop_grace_s if supervisor.stop_signal else self.grace_s)
-
-    def exit_code(self, supervisor: Supervisor) -> int:
-        failures = [end for end in supervisor.ends if end.exit_code != 0]
-        own = next((end.exit_code for end in failures if not end.killed), 0)
-        if failures and not own:  # only a second Ctrl-C kills where nobody failed: tell of the signal, not of the kill
-            return 128 + (supervisor.stop_signal or signal.SIGKILL)
-        return own
 
 
 class TolerateDeaths(EndPolicy):
@@ -146,7 +53,7 @@ class TolerateDeaths(EndPolicy):
         number = str(self._incarnations[rank])
         return {TOKEN_VARIABLE: self.token, SEAT_VARIABLE: str(self.seats[rank]), INCARNATION_VARIABLE: number}
 
-    def on_start(self, supervisor: Supervisor) -> None:
+    def on_start(self, supervisor: Job) -> None:
         if len(self.seats) != supervisor.num_members:
             raise ConfigError(f"seats={len(self.seats)} for num_members={supervisor.num_members}: name a seat for each")
         env = supervisor.member_env(0)
@@ -154,12 +61,12 @@ class TolerateDeaths(EndPolicy):
         store.greet()
         self.host = Host(store, self.seats, self.timeouts, lambda seat: supervisor.kill_member(self.seats.index(seat)))
 
-    def on_poll(self, supervisor: Supervisor) -> None:
+    def on_poll(self, supervisor: Job) -> None:
         self.host.poll()
         if self.host.facts.fatal is not None:
             supervisor.kill_after(self.timeouts.shutdown_grace_s)
 
-    def on_end(self, supervisor: Supervisor, end: MemberEnd) -> None:
+    def on_end(self, supervisor: Job, end: MemberEnd) -> None:
         self.host.ended(self.seats[end.rank], self._cause(end))
         if supervisor.stop_signal:
             supervisor.kill_after(self.stop_grace_s)
@@ -173,7 +80,7 @@ class TolerateDeaths(EndPolicy):
             return False
         return end.exit_code not in (0, ExitCode.SHARDS_LOST, ExitCode.JOB_FAILED) and self._respawn(end)
 
-    def exit_code(self, supervisor: Supervisor) -> int:
+    def exit_code(self, supervisor: Job) -> int:
         fatal = self.host.facts.fatal
         if fatal is None and any(end.exit_code == 0 for end in supervisor.ends):
             return 0
@@ -184,7 +91,7 @@ class TolerateDeaths(EndPolicy):
             return next((end.exit_code for end in own if self.seats[end.rank] == fatal.seat), 1)
         return own[0].exit_code if own else 128 + signal.SIGKILL
 
-    def note(self, supervisor: Supervisor) -> str:
+    def note(self, supervisor: Job) -> str:
         fatal = self.host.facts.fatal
         if fatal is not None:
             return f"{fatal.seat} ended the job:\n{fatal.text}"
