@@ -7,14 +7,9 @@ import faulthandler
 import os
 import pickle
 import signal
-import sys
 import time
-import traceback
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
-
-from torch.distributed import TCPStore
 
 from lightning_ntp.comm.progress import Progress
 from lightning_ntp.config import Timeouts
@@ -28,6 +23,8 @@ from lightning_ntp.errors import ShardsLost
 from lightning_ntp.policy import deal
 from lightning_ntp.topology import Seat, Topology
 from tests.dist.bare import RankRun, plan_for, window
+from tests.dist.bare_member import connect
+from tests.dist.chaos_bare import fork
 from tests.support.cases import Case
 from tests.support.models import build
 from tests.support.reference import make_optimizer
@@ -141,25 +138,6 @@ def _train(survivor: Survivor, case: Case, steps: int, log: MemberLog, progress:
         log.losses.append(part["loss"])
         progress.phase = "between"
     survivor.finish()
-
-
-def connect(port: int) -> TCPStore:
-    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20))
-
-
-def fork(function, *arguments) -> int:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            code = function(*arguments)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
 
 
 def launch(
