@@ -107,10 +107,6 @@ class GradientSync:
     def _syncing(self) -> bool:
         return self._ends_window and not self._paused
 
-    def flush(self) -> None:
-        """Sum now, without a backward: for a member that had none in this window while its peers sync."""
-        self._finish()
-
     def used(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
         """Whether the gradient that each parameter holds is one: on this member, or by an earlier vote anywhere."""
         used = {id(param.parameter): flag for param, flag in zip(self._params, self._used, strict=True)}

@@ -82,7 +82,10 @@ class MemberLog:
     Attributes:
         runs: One for every view in which it took steps: local weights and norms after each of them.
         samples: For each committed step the ids of its replica's samples.
-        recoveries: (seconds from the failure seen to the next step begun, generation).
+        losses: For each committed step this replica's weighted part of the loss.
+        lost: What this member said if part of the model was lost.
+        leader: The leader of its last view.
+        received_bytes: What each change of view brought it.
     """
 
     seat: str
