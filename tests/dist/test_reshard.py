@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_ntp.comm.exchange import Exchange
 from lightning_ntp.comm.groups import open_channels, world_handle
 from lightning_ntp.engine import Member
 from lightning_ntp.errors import ShardsLost
-from lightning_ntp.layout import Sharded
+from lightning_ntp.layout import GroupedFamily, Sharded
+from lightning_ntp.parallel.shards import take_local
 from lightning_ntp.reshard import MoveReport, PeerState, Place, ShardKeeper
 from lightning_ntp.topology import Seat, Topology
 from tests.dist.bare import RankRun, assert_copies_equal, history_of, plan_for, train_step
+from tests.dist.moves import Scenario, Stage, live, view_of
 from tests.support.cases import Case
 from tests.support.gloo import connect
 from tests.support.models import ModelConfig, build
@@ -132,6 +135,39 @@ def test_bytes_are_those_of_the_lost_shard(workers):
         3 * tensor.nbytes for name, tensor in run.weights[0].items() if isinstance(run.layouts[name], Sharded)
     )
     assert received == lost
+
+
+def rows_received(layout: Sharded, old: Place, new: Place) -> int:
+    """Rows that a member's part at ``new`` has and that at ``old`` has not, counted one by one."""
+    numbers = torch.arange(layout.extent).unflatten(0, (-1, 1) if layout.dim == 0 else (1, -1))
+    had, has = (set(take_local(numbers, layout, p.degree, p.slot).flatten().tolist()) for p in (old, new))
+    return len(has - had)
+
+
+@pytest.mark.parametrize("dead", ["00", "01", "02"])
+def test_bytes_at_a_failure_are_the_plans_and_within_the_bound(workers, dead):
+    """B5 with Adam: at most twice the lost shard and the listed KV copies, counted from the shapes."""
+    model = ModelConfig(width=24, num_heads=6, num_kv_heads=3, layers=1)
+    before = "00 01 02, 10 11 12"
+    after = {"00": "02 01", "01": "00 02", "02": "00 01"}[dead] + ", 10 11 12"
+    scenario = Scenario(before, (Stage(after),), model=model, nominal=3)
+    outcomes = {outcome.seat: outcome for outcome in workers.run(live, 6, scenario)}
+    reports = {seat: outcome.reports[0] for seat, outcome in outcomes.items() if outcome.reports}
+    expected = dict.fromkeys(view_of(after), 0)
+    for seat in expected:
+        for name, layout in outcomes[seat].layouts.items():
+            if isinstance(layout, Sharded):
+                rows = rows_received(layout, view_of(before)[seat], view_of(after)[seat])
+                across = outcomes[seat].tensors[name][""].movedim(layout.dim, 0)[0].numel()
+                expected[seat] += rows * across * 3 * 8  # weight, exp_avg, exp_avg_sq
+    assert {seat: report.received_bytes for seat, report in reports.items()} == expected
+    assert sum(report.sent_bytes for report in reports.values()) == sum(expected.values())
+    assert all(outcomes[seat].stayed and not expected[seat] for seat in ("10", "11", "12"))
+    family = GroupedFamily(6, 3, 3)
+    copies = sum(family.at(2).loads) - sum(family.at(3).loads)
+    kv_head = 2 * 4 * 24 * 3 * 8  # k and v: head_dim rows of the width
+    assert outcomes[dead].sharded_nbytes <= sum(expected.values())
+    assert sum(expected.values()) <= 2 * outcomes[dead].sharded_nbytes + copies * kv_head
 
 
 def test_lost_shards_are_told_alike_by_all(workers):
