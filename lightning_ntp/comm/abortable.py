@@ -10,6 +10,7 @@ number that depends on the generation alone, so that names are unique, and equal
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -101,6 +102,7 @@ class GenerationWorld:
         self.generation, self.abort, self.timeout = generation, abort, timeout
         self._build_s = build_s
         self._store = AbortableStore(store, f"{GROUP_KEYS}/{generation}/", abort, build_s)
+        self._hooks = sys.excepthook, sys.excepthook
 
     def open(self, rank: int, size: int, device_backend: str = "") -> None:
         """Build the default group, of all members of the view.
@@ -117,9 +119,11 @@ class GenerationWorld:
         compat.register_backend(GLOO, _create)
         compat.name_groups_from(self.generation * _NAMES_PER_GENERATION)
         backend = f"cpu:{GLOO},{device_backend}" if device_backend else GLOO
+        before = sys.excepthook
         dist.init_process_group(
             backend, store=self._store, rank=rank, world_size=size, timeout=self.timeout, pg_options=self
         )
+        self._hooks = before, sys.excepthook
         self._guard(dist.group.WORLD)
 
     def new_group(self, ranks: list[int], backend: str, description: str) -> dist.ProcessGroup:
@@ -146,6 +150,9 @@ class GenerationWorld:
         with self.abort.disarmed():
             if dist.is_initialized():
                 dist.destroy_process_group()
+        before, torchs = self._hooks
+        if sys.excepthook is torchs:  # it adds the rank to what was there: one more for every generation
+            sys.excepthook = before
 
     def connect(self, store: Store, rank: int, size: int, timeout: timedelta):
         """Build one gloo backend in a helper thread; leave as soon as the generation is over."""

@@ -65,9 +65,9 @@ class GroupHandle:
         """
         group = self.process_group
         self._number += 1
-        if self.progress is not None:
-            self.progress.enter(self.name, self._number)
         try:
+            if self.progress is not None:
+                self.progress.enter(self.name, self._number)
             work = start(group)
             if self.abort is None or dist.get_backend(group) == "nccl":  # NCCL is aborted, and waits on its stream
                 work.wait()
@@ -89,7 +89,8 @@ class GroupHandle:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    work.wait()  # it may have ended between the time limit and this look: only its own error counts
+                    return
                 if abort.is_set:
                     # The destructor of either would block until the operation's timeout, or when Python ends.
                     compat.keep_for_good(work, group)
@@ -187,6 +188,19 @@ def open_channels(
         control=build("control", [everyone], 0, "gloo"),
         replica_control=build("replica_control", replicas, replica, "gloo"),
         leader_control=build("leader_control", [leaders], 0 if slot == 0 else None, "gloo"),
+    )
+
+
+def lone_channels(topology: Topology, rank: int) -> Channels:
+    """The channels of a member that acts alone: every collective is the identity."""
+    slot = topology.place(rank)[1]
+    return Channels(
+        tensor_parallel=GroupHandle("tensor_parallel"),
+        reshard=GroupHandle("reshard"),
+        data_parallel=GroupHandle("data_parallel") if slot < topology.sync_degree else None,
+        control=GroupHandle("control"),
+        replica_control=GroupHandle("replica_control"),
+        leader_control=GroupHandle("leader_control") if slot == 0 else None,
     )
 
 

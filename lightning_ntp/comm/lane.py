@@ -50,7 +50,10 @@ class ThreadLane:
             self._idle.wait_for(lambda: self._pending == 0)
             error, self._error = self._error, None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame: they would keep each other, and the graph of the pass
 
     def close(self) -> None:
         if self._thread is not None:

@@ -3,19 +3,21 @@
 Who starts the processes decides who hosts the store:
 
 =====================  ==============================================================================
-``NTP_STORE`` is set   our supervisor hosts it, outside every member: it outlives any of them
+``NTP_STORE`` is set   a supervisor or ``lightning-ntp store`` hosts it: it outlives any member
 torchrun               the agent hosts it; restarted members get keys of their own (prefix)
-anything else          rank 0 hosts it at ``MASTER_ADDR:MASTER_PORT`` (SLURM, processes started by hand)
+anything else          rank 0 hosts it at ``MASTER_ADDR:MASTER_PORT`` (``srun train.py``, processes started by hand)
 =====================  ==============================================================================
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,9 @@ STORE_VARIABLE = "NTP_STORE"
 
 WORLD_SIZE_VARIABLE = "NTP_WORLD_SIZE"
 """Number of members. Lightning deletes ``WORLD_SIZE`` at the end of a ``fit``, so we keep a copy of our own."""
+
+TOKEN_VARIABLE, SEAT_VARIABLE, INCARNATION_VARIABLE = "NTP_TOKEN", "NTP_SEAT", "NTP_INCARNATION"
+"""The job's secret; a member's seat, if whoever started it knows it; which process at that seat it is."""
 
 
 def connect_store(env: Mapping[str, str] = os.environ, timeout_s: float = 300.0) -> Store:
@@ -46,10 +51,10 @@ def connect_store(env: Mapping[str, str] = os.environ, timeout_s: float = 300.0)
     """
     timeout = timedelta(seconds=timeout_s)
     if address := env.get(STORE_VARIABLE):
-        host, port = _host_and_port(address)
+        host, port = parse_address(address, STORE_VARIABLE)
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     host, port = _required(env, "MASTER_ADDR"), _integer(env, "MASTER_PORT")
-    if "TORCHELASTIC_RUN_ID" in env and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if has_agent_store(env):
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         # The agent keeps one store over its restarts: without a prefix, members would read their dead peers' keys.
         return PrefixStore(f"ntp/attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -59,8 +64,47 @@ def connect_store(env: Mapping[str, str] = os.environ, timeout_s: float = 300.0)
     )
 
 
-def host_store(host: str = "127.0.0.1") -> TCPStore:
-    """Host a job's store in this process, on a free port of one IPv4 interface.
+def has_agent_store(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun started this process, and its agent hosts a store that we can use."""
+    return "TORCHELASTIC_RUN_ID" in env and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def job_token(env: Mapping[str, str] = os.environ) -> str:
+    """The job's secret: ``NTP_TOKEN``; under torchrun, where nobody hands it out, made of what all processes know.
+
+    The latter can be guessed by whoever reaches the agent's store: it only keeps two jobs apart.
+
+    Raises:
+        LaunchError: if there is none.
+    """
+    if token := env.get(TOKEN_VARIABLE):
+        return token
+    if "TORCHELASTIC_RUN_ID" in env:
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+        return hashlib.sha256(" ".join(env.get(name, "") for name in names).encode()).hexdigest()[:32]
+    raise LaunchError(
+        f"the job's token is missing: set the environment variable {TOKEN_VARIABLE} to the same secret in all its "
+        f"processes, for example by `export {TOKEN_VARIABLE}=$(openssl rand -hex 16)` before they are started"
+    )
+
+
+def read_token(path: str) -> str:
+    """The token in a file.
+
+    Raises:
+        ConfigError: if the file cannot be read or is empty.
+    """
+    try:
+        token = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file={path}: it cannot be read: {error}") from None
+    if not token:
+        raise ConfigError(f"--token-file={path} is empty: write a secret into it, such as `openssl rand -hex 16` gives")
+    return token
+
+
+def host_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
+    """Host a job's store in this process, on one IPv4 interface.
 
     Bound by ourselves: TCPStore would listen on every interface, and anybody who reaches a store can write to it. And
     it would listen by IPv6; then its only thread looks up the name of every client at the DNS, which may freeze the
@@ -68,9 +112,14 @@ def host_store(host: str = "127.0.0.1") -> TCPStore:
 
     Args:
         host: Address of the interface.
+        port: 0 for a free one.
+
+    Raises:
+        OSError: if it cannot listen there.
     """
     with socket.socket() as listener:
-        listener.bind((host, 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for connections of an earlier job, now closed
+        listener.bind((host, port))
         listener.listen(1024)
         port, fd = listener.getsockname()[1], listener.detach()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
@@ -160,8 +209,17 @@ def _integer(env: Mapping[str, str], name: str) -> int:
         raise ConfigError(f"the environment variable {name}={value!r} must be a whole number") from None
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
+def parse_address(address: str, name: str) -> tuple[str, int]:
+    """Host and port of ``host:port``.
+
+    Args:
+        address: What was given.
+        name: Of the argument, for the message.
+
+    Raises:
+        ConfigError: if it has another form.
+    """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"{STORE_VARIABLE}={address!r} must have the form host:port, for example 127.0.0.1:29500")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{name}={address!r} must have the form host:port, for example 127.0.0.1:29500")
     return host.strip("[]"), int(port)

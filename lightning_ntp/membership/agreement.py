@@ -11,13 +11,15 @@ everyone who has not applied c still holds the gradients for it, and nothing is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_ntp.errors import MembershipError
+from lightning_ntp.membership.events import Facts
 from lightning_ntp.membership.parse import Fields
-from lightning_ntp.membership.view import View, reseat
+from lightning_ntp.membership.view import Replicas, View, reseat
 from lightning_ntp.topology import Seat
 
 MAX_FRUITLESS = 3
@@ -36,6 +38,7 @@ class Standing:
         fresh: A joiner: it holds nothing and has no say in the step.
         incarnation: Which process at its seat.
         took_s: How long it took to get out of its collectives, in seconds.
+        admits: Whether it is where a joiner can be let in.
     """
 
     arrived: int = -1
@@ -45,6 +48,7 @@ class Standing:
     fresh: bool = False
     incarnation: int = 0
     took_s: float = 0.0
+    admits: bool = True
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -55,6 +59,7 @@ class Standing:
             "fresh": self.fresh,
             "incarnation": self.incarnation,
             "took_ms": int(self.took_s * 1000),
+            "admits": self.admits,
         }
 
     @classmethod
@@ -77,6 +82,7 @@ class Standing:
             fields.take("fresh", bool),
             fields.number("incarnation", 0),
             fields.number("took_ms", 0) / 1000,
+            fields.take("admits", bool),
         )
         fields.finish()
         return standing
@@ -128,6 +134,23 @@ def next_view(
         events=events,
         fruitless=before.fruitless + 1 if same else 0,
     )
+
+
+def admissible(seats: Replicas, facts: Facts, lowest_degree: int) -> dict[Seat, int]:
+    """Joiners that can be let in now, with their incarnation.
+
+    A replica comes back at once with as many members as it needs; one that falls short of ``lowest_degree`` would have
+    to retire at the next step.
+
+    Args:
+        seats: Of the members that stay, by replica.
+        facts: Who waits, and who is gone.
+        lowest_degree: The lowest degree that a replica may have.
+    """
+    taken = {seat for replica in seats for seat in replica}
+    waiting = {s: n for s, n in facts.waiting.items() if s not in taken and (s, n) not in facts.gone}
+    degrees = Counter(seat.replica for seat in (*taken, *waiting))
+    return {seat: number for seat, number in waiting.items() if degrees[seat.replica] >= lowest_degree}
 
 
 def late_member(before: View, veterans: Mapping[Seat, Standing], noticeable_s: float) -> Seat | None:

@@ -7,7 +7,7 @@ import time
 
 from lightning_ntp.config import Timeouts
 from lightning_ntp.errors import Fenced, MembershipError
-from lightning_ntp.membership.agreement import Standing, late_member, next_view
+from lightning_ntp.membership.agreement import Standing, admissible, late_member, next_view
 from lightning_ntp.membership.events import Event, Kind
 from lightning_ntp.membership.latest import latest_generation
 from lightning_ntp.membership.store import JobStore
@@ -33,13 +33,22 @@ class Round:
         seat: This member.
         standing: Its join record.
         timeouts: ``join_s``, and the silence after which a late member is given up.
+        lowest_degree: A replica comes back with so many members at least.
     """
 
     def __init__(
-        self, store: JobStore, watcher: Watcher, before: View, seat: Seat, standing: Standing, timeouts: Timeouts
+        self,
+        store: JobStore,
+        watcher: Watcher,
+        before: View,
+        seat: Seat,
+        standing: Standing,
+        timeouts: Timeouts,
+        lowest_degree: int = 1,
     ) -> None:
         self._store, self._watcher, self._before = store, watcher, before
         self._seat, self._standing, self._timeouts = seat, standing, timeouts
+        self._lowest_degree = lowest_degree
         self._generation = before.generation + 1
         self._began = self._looked = time.monotonic()
         self._ready_since: float | None = None
@@ -109,13 +118,14 @@ class Round:
                 text = f"{self._before.fruitless} generations ended without a step, and it was the last to leave them"
                 self._tell(Kind.EXPELLED, late, text)
                 return
-        view = next_view(self._before, veterans, self._joiners(live), events)
+        joiners = self._joiners(live) if all(standing.admits for standing in veterans.values()) else {}
+        view = next_view(self._before, veterans, joiners, events)
         self._store.decide(f"view/{self._generation}", view.to_json())
 
     def _joiners(self, live: list[Seat]) -> dict[Seat, Standing]:
         with self._watcher.lock:
-            facts = self._watcher.facts
-            waiting = {s: n for s, n in facts.waiting.items() if s not in live and (s, n) not in facts.gone}
+            stay = tuple(tuple(seat for seat in replica if seat in live) for replica in self._before.seats)
+            waiting = admissible(stay, self._watcher.facts, self._lowest_degree)
         found = self._standings([(seat, f"joiner/{seat}") for seat in waiting])
         return {seat: s for seat, s in found.items() if s.fresh and s.incarnation == waiting[seat]}
 

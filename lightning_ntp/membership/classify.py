@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
 import torch.distributed as dist
 
 from lightning_ntp.comm.abort import Abort
@@ -19,6 +20,7 @@ class Verdict(Enum):
     """What an error means."""
 
     OVER = "over"  # the generation has ended: leave it and agree on a new view
+    LOST = "lost"  # this member's device is of no use any more: it ends, and the others go on
     OWN = "own"  # this member's own error: it ends the job
 
 
@@ -30,6 +32,7 @@ def classify(error: BaseException, abort: Abort, progress: Progress, grace_s: fl
     ==============================================  ====================================================
     ``GenerationOver``                              over
     another error of this package                   own
+    a device error (CUDA's stay for the process)    lost
     of a kind that collectives never raise          own, at once (a user's ValueError in mid-failure, too)
     out of one of our collectives                   over: its group is of no use any more
     any other plain RuntimeError                    over if news of a death comes within ``grace_s``, else own
@@ -44,10 +47,15 @@ def classify(error: BaseException, abort: Abort, progress: Progress, grace_s: fl
     if isinstance(error, GenerationOver):
         return Verdict.OVER
     if isinstance(error, NTPError) or not could_be_collective(error):
-        return Verdict.OWN
+        return Verdict.LOST if is_device_error(error) else Verdict.OWN
     if progress.failed_in is not None:
         return Verdict.OVER
     return Verdict.OVER if abort.wait(grace_s) else Verdict.OWN
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether the device itself failed: such errors are sticky, and every later call of the process fails, too."""
+    return isinstance(error, torch.AcceleratorError)
 
 
 def could_be_collective(error: BaseException) -> bool:

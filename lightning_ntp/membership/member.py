@@ -15,12 +15,12 @@ from typing import Any
 from lightning_ntp.comm.abort import Abort
 from lightning_ntp.comm.progress import Progress
 from lightning_ntp.config import Timeouts
-from lightning_ntp.errors import Fenced, GenerationOver, JobFailed, MembershipError, ShardsLost
-from lightning_ntp.membership.agreement import Standing
+from lightning_ntp.errors import Fenced, GenerationOver, JobFailed, MemberLost, MembershipError, ShardsLost
+from lightning_ntp.membership.agreement import Standing, admissible
 from lightning_ntp.membership.ballot import Round
 from lightning_ntp.membership.classify import Verdict, classify
 from lightning_ntp.membership.cleaning import clean
-from lightning_ntp.membership.events import Event, Facts, Kind
+from lightning_ntp.membership.events import Event, Facts, Kind, last_words
 from lightning_ntp.membership.exits import ExitCode
 from lightning_ntp.membership.latest import advance_latest, latest_generation
 from lightning_ntp.membership.lease import Lease
@@ -62,12 +62,15 @@ class Membership:
         timeouts: All time limits.
         progress: Where this member is, for whoever looks for a culprit.
         end_process: Ends the process at once; for tests.
+        lowest_degree: A replica comes back with so many members at least.
 
     Attributes:
         view: The newest view that this member has adopted.
         abort: Failure flag of that view's generation.
         course: The states it has gone through.
+        has_failed: Whether it has ended the job.
         lease: Its lease.
+        is_guest: A joiner before its first step: what fails there ends this process only, never the job.
     """
 
     def __init__(
@@ -80,15 +83,18 @@ class Membership:
         timeouts: Timeouts | None = None,
         progress: Progress | None = None,
         end_process: Callable[[int], None] = os._exit,
+        lowest_degree: int = 1,
     ) -> None:
         self.seat, self.incarnation = seat, incarnation
         self.timeouts = timeouts or Timeouts()
         self.progress = progress or Progress()
         self.course = Course()
-        self._store, self._end_process = store, end_process
+        self._store, self._end_process, self._lowest_degree = store, end_process, lowest_degree
         self._view = founding
+        self.is_guest = founding is None
         self._left_at: float | None = None
         self.abort = Abort(-1)
+        self.has_failed = False
 
     @property
     def view(self) -> View:
@@ -100,8 +106,13 @@ class Membership:
     def joiner_waits(self) -> bool:
         """Whether somebody waits for admission; rides in the vote, so that all members agree anew at one step."""
         with self._watcher.lock:
-            facts = self._watcher.facts
-            return any(who not in facts.gone and who[0] not in self.view.members for who in facts.waiting.items())
+            return bool(admissible(self.view.seats, self._watcher.facts, self._lowest_degree))
+
+    @property
+    def is_asked_to_leave(self) -> bool:
+        """Whether somebody wants this member to hand over its part and leave."""
+        with self._watcher.lock:
+            return (self.seat, self.incarnation) in self._watcher.facts.drains
 
     def start(self) -> None:
         """Begin to watch and to give signs of life.
@@ -160,7 +171,10 @@ class Membership:
         Raises:
             Exception: ``error`` itself, if it is this member's own: then the job has been told that it ends.
         """
-        if classify(error, self.abort, self.progress, self.timeouts.classify_s) is Verdict.OWN:
+        verdict = classify(error, self.abort, self.progress, self.timeouts.classify_s)
+        if verdict is Verdict.LOST:
+            raise MemberLost(f"{self.seat}: {type(error).__name__}: {error}: this process ends, the others go on")
+        if verdict is Verdict.OWN:
             if not isinstance(error, (Fenced, JobFailed, ShardsLost)):  # of these, the others know or say the same
                 self.fail("".join(traceback.format_exception(error)))
             raise error
@@ -168,7 +182,7 @@ class Membership:
         self._out_of_collectives()
         if self._left_at is None:
             self._left_at = time.monotonic()
-        text = str(error)[-200:]
+        text = last_words(str(error))
         if not self.abort.is_set:  # this member saw it first: nobody shall depend on seeing it, too
             self._append(Kind.OVER, text)
         self.abort.set(text)
@@ -193,6 +207,13 @@ class Membership:
             self.abort.check()
         self.course.to(State.DONE)
         self._append(Kind.DONE)
+        self.close()
+
+    def depart(self) -> None:
+        """Leave the others, who have all that this member had: they go on without it, and nothing is broken."""
+        self.course.to(State.FINISHING)
+        self.course.to(State.DONE)
+        self._append(Kind.DONE, "it has handed over its part")
         self.close()
 
     def exchange(self, name: str, body: Any) -> dict[Seat, Any]:
@@ -220,8 +241,16 @@ class Membership:
         return dict(zip(self.view.members, answers, strict=True))
 
     def fail(self, text: str) -> None:
-        """End the job, with a text that everybody gets: a user's exception with its traceback."""
-        self._append(Kind.FATAL, text)
+        """End the job, with a text that everybody gets: a user's exception with its traceback. Once is enough."""
+        if not self.has_failed and not self.is_guest:
+            self.has_failed = True
+            self._append(Kind.FATAL, text)
+
+    def ask_return(self, seat: Seat) -> None:
+        """Ask the launcher of a seat to start a process there again."""
+        with self._watcher.lock:
+            start = self._watcher.facts.read
+        self._store.append(Event(Kind.RETURN, seat), start)
 
     def clean(self) -> None:
         """Delete what older generations left in the store. For the leader, where the store's host runs no launcher."""
@@ -259,7 +288,9 @@ class Membership:
         self.progress.phase = AGREEING
 
     def _next_view(self, standing: Standing) -> View:
-        attempt = Round(self._store, self._watcher, self.view, self.seat, standing, self.timeouts)
+        attempt = Round(
+            self._store, self._watcher, self.view, self.seat, standing, self.timeouts, self._lowest_degree
+        )
         attempt.join()
         while True:
             try:
@@ -312,7 +343,7 @@ class Membership:
             fatal, gone = self._watcher.facts.fatal, self._watcher.facts.gone
             is_gone = (self.seat, self.incarnation) in gone
         if fatal is not None:
-            raise JobFailed(f"{fatal.seat} ended the job: {fatal.text}")
+            raise JobFailed(f"{fatal.seat} ended the job: {fatal.last_line}")
         if is_gone:
             raise self._fenced(f"the others take {self.seat} for dead")
 

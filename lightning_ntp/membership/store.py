@@ -21,6 +21,7 @@ key (under ``ntp/job/``)
 ``latest``                  the newest decided generation
 ``say/{generation}/...``    small exchanges among the members of a view
 ``joiner/{seat}``           a process that wants to join
+``host/{seat}/{i}``         name of the machine on which incarnation i runs
 ``beat/{seat}/{i}``         signs of life of incarnation i: a counter; ``progress/...``: where it is
 ==========================  ===========================================================================
 """

@@ -72,7 +72,8 @@ class View:
 
     @cached_property
     def topology(self) -> Topology:
-        return Topology(self.nominal_degree, self.seats)
+        speakers = tuple(min(replica, key=lambda seat: (self.joined[seat], seat)) for replica in self.seats)
+        return Topology(self.nominal_degree, self.seats, self.leader, speakers)
 
     @property
     def leader(self) -> Seat:
