@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +11,8 @@ import torch
 
 from lightning_ntp.errors import ConfigError
 
-GlobalBatch = Literal["constant", "shrink"]
+GlobalBatch = Literal["constant", "shrink", "auto"]
+Respawning = Literal["never", "once", "always"]
 ReduceDtype = Literal["float32", "float64", "bfloat16"]
 
 REDUCE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -118,27 +119,27 @@ class NTPConfig:
     max_micro_batch: int | None = None
     bucket_cap_mb: float = 25.0
     grad_reduce_dtype: ReduceDtype | None = None
-    fault_tolerance: bool = False
+    fault_tolerance: bool = True
+    respawn: Respawning = "never"
+    verify_every_n_steps: int | None = None
+    detectors: tuple[Callable[[], Any], ...] = ()
+    xid_policy: Mapping[int, str] = field(default_factory=dict)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         for name in ("data_parallel_size", "tensor_parallel_size"):
             if getattr(self, name) != "auto":
                 _check_count(name, getattr(self, name), "a whole number of at least 1, or 'auto'")
-        for name in ("min_tensor_parallel_size", "max_micro_batch"):
+        for name in ("min_tensor_parallel_size", "max_micro_batch", "verify_every_n_steps"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), "a whole number of at least 1, or None")
         for degree in self.degrees or ():
             _check_count("degrees", degree, "a list of whole numbers of at least 1, e.g. [4, 3]")
-        _check_choice("global_batch", self.global_batch, ("constant", "shrink"))
+        _check_choice("global_batch", self.global_batch, ("constant", "shrink", "auto"))
+        _check_choice("respawn", self.respawn, ("never", "once", "always"))
         _check_choice("grad_reduce_dtype", self.grad_reduce_dtype, (None, *REDUCE_DTYPES))
         if not (isinstance(self.bucket_cap_mb, (int, float)) and 0 < self.bucket_cap_mb < math.inf):
             raise ConfigError(f"bucket_cap_mb={self.bucket_cap_mb!r} must be a positive number of mebibytes, e.g. 25")
-        if self.fault_tolerance:
-            raise ConfigError(
-                "fault_tolerance=True: live recovery is not part of this version; leave it False and restart from a "
-                "checkpoint, at any degrees"
-            )
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -191,7 +192,7 @@ class NTPConfig:
         """
         lowest = self.min_tensor_parallel_size
         if lowest is None:
-            lowest = max(1, math.ceil(nominal_degree * 3 / 4))
+            lowest = max(1, nominal_degree * 3 // 4)
         elif lowest > nominal_degree:
             raise ConfigError(
                 f"min_tensor_parallel_size={lowest} is above the nominal degree, tensor_parallel_size={nominal_degree}"

@@ -39,6 +39,10 @@ class CheckpointError(NTPError, RuntimeError):
     """A saved file that does not fit the model, or could not be written whole."""
 
 
+class HardwareError(NTPError, RuntimeError):
+    """A device or its driver that could not be asked, or did not do what it was told."""
+
+
 class MembershipError(NTPError, RuntimeError):
     """Members could not agree on a view, or the job's store said something that must not be."""
 
@@ -52,8 +56,16 @@ class Fenced(MembershipError):
     joiner."""
 
 
+class MemberLost(MembershipError):
+    """This member's device failed for good: its process ends, and the others go on without it."""
+
+
 class ShardsLost(MembershipError):
     """No live member holds some part of the model; every survivor says so alike."""
+
+
+class Drained(SystemExit):
+    """This member has handed over its part and ends. No failure: it passes through user code as ``sys.exit`` does."""
 
 
 class JobFailed(MembershipError):

@@ -33,6 +33,8 @@ class Topology:
     Attributes:
         nominal_degree: Degree of a replica in which nothing has failed.
         seats: For each replica the seats of its members, in slot order.
+        leader_seat: Who has the rank-zero duties; by default the lowest seat.
+        speaker_seats: For each replica who knows all that it has logged; by default who is in slot 0.
 
     Raises:
         ConfigError: if there is no replica, or a degree is outside 1..nominal_degree.
@@ -40,6 +42,8 @@ class Topology:
 
     nominal_degree: int
     seats: tuple[tuple[Seat, ...], ...]
+    leader_seat: Seat | None = None
+    speaker_seats: tuple[Seat, ...] = ()
 
     def __post_init__(self) -> None:
         _check_degrees(self.degrees, self.nominal_degree)
@@ -104,8 +108,16 @@ class Topology:
 
     @property
     def leader(self) -> int:
-        """Rank of the live member with the lowest seat (no member has rejoined yet): it has the rank-zero duties."""
-        return min(range(self.world_size), key=lambda rank: self.members[rank])
+        """Rank of the member with the rank-zero duties."""
+        return self.members.index(min(self.members) if self.leader_seat is None else self.leader_seat)
+
+    def speaker(self, replica: int) -> int:
+        """Rank of the member that tells what a replica has logged: a joiner, even in slot 0, knows only part of it."""
+        return self.members.index(self.speaker_seats[replica]) if self.speaker_seats else self.rank(replica, 0)
+
+    def leader_first(self, rank: int) -> int:
+        """The rank that a library knows which takes rank 0 for the leader: the two are exchanged. Its own inverse."""
+        return {self.leader: 0, 0: self.leader}.get(rank, rank)
 
 
 def _check_degrees(degrees: Sequence[int], nominal_degree: int) -> None:

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ntp.comm.exchange import Exchange, Recorder
-from lightning_ntp.comm.groups import Channels, GroupHandle, open_channels
+from lightning_ntp.comm.groups import Channels, GroupHandle, open_channels, world_handle
 from lightning_ntp.comm.lane import open_lane
 from lightning_ntp.comm.tree import ControlTree
-from lightning_ntp.engine.vote import Ballot, Vote, clip_by_norm
+from lightning_ntp.engine.vote import NO_WISHES, Ballot, Vote, Wishes, clip_by_norm
 from lightning_ntp.errors import ConfigError, NTPError
 from lightning_ntp.parallel import ParallelModel, ParallelPlan, TensorParallelContext, parallelize
 from lightning_ntp.sync import GradientSync, SyncChannels
@@ -61,6 +60,12 @@ class Member:
         self._sync: GradientSync | None = None
         self._ballot: Ballot | None = None
         self._sync_options: dict[str, Any] = {}
+        self._is_between_views = False
+
+    @property
+    def number(self) -> int:
+        """The number of this member's replica: part of its seat, so that it stays when another replica is lost."""
+        return self.topology.members[self.rank].replica
 
     @property
     def is_leader(self) -> bool:
@@ -71,12 +76,21 @@ class Member:
         return self._built(self._model)
 
     @property
+    def built_model(self) -> ParallelModel | None:
+        """The model, if there is one yet."""
+        return self._model
+
+    @property
     def sync(self) -> GradientSync:
         return self._built(self._sync)
 
     def shard(self, module: nn.Module, plan: ParallelPlan) -> ParallelModel:
         """Give all members the leader's weights, then keep this slot's part of them. Changes ``module`` in place."""
-        self._copy_leaders([*module.parameters(), *module.buffers()])
+        self.copy_leaders([*module.parameters(), *module.buffers()])
+        return self.cut(module, plan)
+
+    def cut(self, module: nn.Module, plan: ParallelPlan) -> ParallelModel:
+        """Keep this slot's part of a module whose weights are the leader's already. Changes it in place."""
         self._model = parallelize(module, plan, self.context)
         return self._model
 
@@ -95,7 +109,6 @@ class Member:
             )
         theirs.exchange = ours.exchange
         self.context, self._model = theirs, model
-        self._copy_leaders(model.replicated_tensors())  # modules may have been added since, with weights of their own
         return model
 
     def start_sync(
@@ -123,8 +136,13 @@ class Member:
             # CUDA kernels may sum in another order from run to run, so copies there are handed out by one slot.
             equal_copies=self.device.type == "cpu",
         )
-        self._ballot = Ballot(self.model, self._sync, self.tree, self.replica)
+        self._ballot = Ballot(self.model, self._sync, self.tree, self.topology, self.rank)
         return self._sync
+
+    def leave_view(self) -> None:
+        """Let go of the channels of a generation that has ended."""
+        self._is_between_views |= self._sync is not None
+        self.stop_sync()
 
     def enter_view(self, topology: Topology, rank: int, channels: Channels) -> None:
         """Take the place that a new view gives, once the shards for it are here: modules and gradient sync follow.
@@ -134,15 +152,31 @@ class Member:
             rank: This member's place in it.
             channels: Opened for it; the old ones are left to the caller.
         """
-        self.stop_sync()
+        self.leave_view()
         self._enter(topology, rank, channels)
         self.context.move_to(self._exchange(channels.tensor_parallel), topology.degrees[self.replica], self.slot)
-        self.model.relocate()
-        self.start_sync(**self._sync_options)
+        if self._model is not None:
+            self._model.relocate()
+        if self._is_between_views:
+            self._is_between_views = False
+            self.start_sync(**self._sync_options)
 
-    def vote(self, parameters: Sequence[nn.Parameter]) -> Vote:
-        """Agree on a step of the optimizer that owns ``parameters``."""
-        return self._built(self._ballot).cast(parameters)
+    def copy_leaders(self, tensors: Iterable[Tensor]) -> None:
+        """Give all members the leader's values of dense tensors, in place. All members must ask."""
+        if self.world.size == 1:
+            return
+        for tensor in tensors:
+            data: Tensor = tensor.detach()
+            whole = data.to(self.device).contiguous()  # nccl needs it there; one tensor at a time
+            self.world.broadcast(whole, source=self.topology.leader, tag="weights")
+            if whole.data_ptr() != data.data_ptr():
+                data.copy_(whole)
+
+    def vote(
+        self, parameters: Sequence[nn.Parameter], wishes: Wishes = NO_WISHES, rider: Tensor | None = None
+    ) -> Vote:
+        """Agree on a step of the optimizer that owns ``parameters``; see ``Ballot.cast``."""
+        return self._built(self._ballot).cast(parameters, wishes, rider)
 
     @property
     def ballot(self) -> Ballot:
@@ -172,20 +206,12 @@ class Member:
         self.control = self._exchange(channels.control)
         leaders = channels.leader_control and self._exchange(channels.leader_control)
         self.tree = ControlTree(self._exchange(channels.replica_control), leaders)
+        control = channels.control  # a member that acts alone has channels of size 1
+        at = rank if control.size > 1 else 0
+        self.world = self._exchange(world_handle(control.size, at, control.progress, control.abort))
 
     def _exchange(self, handle: GroupHandle) -> Exchange:
         return Exchange(handle, self.recorder)
-
-    def _copy_leaders(self, tensors: Iterable[Tensor]) -> None:
-        """Give all members the leader's values of dense tensors, in place."""
-        if self.topology.world_size == 1:
-            return
-        for tensor in tensors:
-            data: Tensor = tensor.detach()
-            whole = data.to(self.device).contiguous()  # nccl needs it there; one tensor at a time
-            dist.broadcast(whole, src=self.topology.leader)
-            if whole.data_ptr() != data.data_ptr():
-                data.copy_(whole)
 
     @staticmethod
     def _built(part):

@@ -4,7 +4,9 @@
 view commits step c. A member that was in the vote on c gets the decided vote and finishes the step as if nothing had
 happened; a member that had not arrived at the step yet runs it again.
 
-*Change, at the entry of the next step.* New channels, the shards that this member lacks, and its new slot.
+*Change, at the next entry.* Whatever communicates begins with :meth:`Survivor.enter`: a step, an evaluation step, a
+collective outside the steps. All members run the same program, so the entries at which they change are each one's own,
+but the change is one collective act.
 
 Nothing is ever undone: a step is applied only after the vote on it, and passing the vote means that all had arrived.
 """
@@ -12,143 +14,201 @@ Nothing is ever undone: a step is applied only after the vote on it, and passing
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.distributed import Store
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ntp.comm.abortable import GenerationWorld
 from lightning_ntp.comm.exchange import Exchange
-from lightning_ntp.comm.groups import Channels, open_channels, world_handle
-from lightning_ntp.engine.member import Member
-from lightning_ntp.engine.vote import Vote
-from lightning_ntp.errors import GenerationOver, NTPError
-from lightning_ntp.membership.agreement import Standing
-from lightning_ntp.membership.member import Membership
+from lightning_ntp.engine.crossing import Crossing
+from lightning_ntp.engine.departure import leavers
+from lightning_ntp.engine.events import CorruptionEvent
+from lightning_ntp.engine.record import holdings_of
+from lightning_ntp.engine.settle import count_ballots
+from lightning_ntp.engine.snapshot import snapshot_of
+from lightning_ntp.engine.verify import Verification
+from lightning_ntp.engine.vote import Vote, Wishes
+from lightning_ntp.errors import GenerationOver, MembershipError, NTPError
+from lightning_ntp.membership.events import last_words
 from lightning_ntp.membership.view import View
-from lightning_ntp.parallel import ParallelPlan
-from lightning_ntp.reshard import MoveReport, PeerState, Place, ShardKeeper, held_from_json, held_to_json
+from lightning_ntp.topology import Seat
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+_TIGHT_STEPS = 3
+"""A failed allocation so many steps after a change of view is taken for a consequence of it."""
+
 
 class Replay(NTPError):
-    """The step under way was not committed and has to be run again. Raised by ``commit``, caught by ``run_step``."""
+    """The step under way was not committed and has to be run again. Raised by ``vote``, caught around the step."""
 
 
-@dataclass
-class _Snapshot:
-    """What a second run of a step must find as the first did."""
-
-    torch_rng: Tensor
-    numpy_rng: Any
-    python_rng: Any
-    buffers: list[tuple[Tensor, Tensor]]
-
-    @classmethod
-    def take(cls, module: nn.Module) -> _Snapshot:
-        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        return cls(torch.get_rng_state(), np.random.get_state(), random.getstate(), buffers)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.torch_rng)
-        np.random.set_state(self.numpy_rng)
-        random.setstate(self.python_rng)
-        for buffer, before in self.buffers:
-            if buffer.shape == before.shape:
-                buffer.data.copy_(before)
-
-
-class Survivor:
-    """One member of a job that goes on through deaths; without a Trainer.
+class Survivor(Crossing):
+    """One member of a job that goes on through deaths. Works with and without a Trainer.
 
     Args:
-        membership: Its side of the agreement; not yet started.
-        store: A client of the job's store, for the groups' rendezvous; no other thread may block it.
-        device: Where its tensors live.
-        lowest_degree: The lowest degree that a replica may reach.
+        arguments: Of :class:`Crossing`.
 
     Attributes:
-        member: Its part of the model; there once ``start`` has returned.
-        applied: The last step that the optimizer has taken; -1 before the first.
-        moves: What each change of view cost.
+        wants_stop: Set it to ask all members to stop at the next step.
+        wants_to_leave: Set it to hand over this member's part and leave at the next step.
+        verify_every_n_steps: Set it before ``own`` to compare the members' weights every so many steps.
+        before_step: Functions that are called with a step's number before each run of it.
+        agreed: What the last vote has agreed to do.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        store: Store,
-        *,
-        device: torch.device | str = "cpu",
-        lowest_degree: int = 1,
-    ) -> None:
-        self._membership, self._store = membership, store
-        self._device, self._lowest_degree = device, lowest_degree
-        self._world: GenerationWorld | None = None
-        self._channels: Channels | None = None
-        self._keeper: ShardKeeper | None = None
-        self._pending: View | None = None
-        self._vote: tuple[int, Vote] | None = None
-        self.arrived = self.applied = -1
-        self.moves: list[MoveReport] = []
+    tolerates_failures = True
 
-    @property
-    def view(self) -> View:
-        """The newest view that this member has agreed on."""
-        return self._membership.view
-
-    # Life
-
-    def start(self, module: nn.Module, plan: ParallelPlan, **sync_options: Any) -> Member:
-        """Join the job's first view, take the leader's weights and keep this slot's part of them.
-
-        Args:
-            module: The dense model; changed in place.
-            plan: What is sharded.
-            sync_options: Of ``Member.start_sync``.
-        """
-        self._membership.start()
-        view = self._membership.agree(Standing())
-        rank = view.rank(self._membership.seat)
-        channels = self._open(view)
-        self.member = Member(
-            view.topology, rank, device=self._device, lowest_degree=self._lowest_degree, channels=channels
-        )
-        self.member.shard(module, plan)
-        self.member.start_sync(**sync_options)
-        self._membership.run()
-        return self.member
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._last_evaluation: Callable[[], None] | None = None
+        self._depth = 0
+        self.wants_stop = self.wants_to_leave = False
+        self.verify_every_n_steps: int | None = None
+        self._verification: Verification | None = None
+        self.before_step: list[Callable[[int], None]] = []
 
     def own(self, optimizers: Sequence[Optimizer]) -> None:
-        """Name the optimizers: their states move with the parameters.
+        """As :meth:`Crossing.own`.
 
         Raises:
-            UnsupportedError: if a state cannot move between slots.
+            ConfigError: if ``verify_every_n_steps`` is no number of steps.
+            UnsupportedError: if a state cannot move, or weights are to be verified that differ without any fault.
         """
-        self._keeper = ShardKeeper(self.member.model, optimizers, self._place(self.view))
+        super().own(optimizers)
+        self._verification, every = None, self.verify_every_n_steps
+        if every is not None:
+            assert self.member is not None
+            can_differ = self._lowest_degree < self.founding.nominal_degree or not self.founding.is_uniform
+            self._verification = Verification(self.member, optimizers, every, can_differ)
 
     def finish(self) -> None:
         """End when all members have done their last step; until then, help those that recover."""
         while True:
+            self.enter()
             try:
-                self._enter_pending()
-                self._membership.finish()
+                self.membership.finish()
                 break
             except RuntimeError as error:
-                self._leave_and_agree(error)
-        self.member.stop_sync()
+                self.leave_and_agree(error)
+        if self.member is not None:
+            self.member.stop_sync()
         self._close_world()
 
-    # Steps
+    # Units: what is run again when a failure interrupts it
 
-    def run_step(self, step_fn: Callable[[Any], Any], batch: Any) -> Any:
+    def enter(self) -> None:
+        """As :meth:`Crossing.enter`. Inside a unit nothing happens: there a failure ends the whole unit."""
+        if not self._depth:
+            super().enter()
+
+    def enter_step(self) -> None:
+        """At the entry of a step: besides, whatever the last vote has planned for now."""
+        self.connect()
+        self.enter()
+        agreed, self.agreed = self.agreed, Wishes(stop=self.agreed.stop)
+        leaving = self._leaving(agreed.leave)
+        if leaving:
+            self.hand_over(leaving)
+            self.enter()
+        elif agreed.admit:
+            self.agree_as_planned()
+            self.enter()
+
+    @contextmanager
+    def unit(self) -> Iterator[None]:
+        """Inside, failures are raised: the whole is run again by whoever opened the unit."""
+        before, self._depth = self._depth, self._depth + 1
+        try:
+            yield
+        finally:
+            self._depth = before
+
+    def end_unit(self) -> None:
+        """From here to its end the unit is not run again: what fails now is recovered like anything outside."""
+        self._depth = 0
+
+    @property
+    def is_between(self) -> bool:
+        """Whether a view is agreed on and the step that it commits is being finished: no channel leads anywhere."""
+        return self._pending is not None and self._depth > 0
+
+    def check_swallowed(self) -> None:
+        """After user code has returned: it must not have caught the error of a collective.
+
+        Raises:
+            GenerationOver: if it has; what it returned is worth nothing.
+        """
+        where = self.membership.progress.failed_in
+        if where is not None and self._pending is None:
+            raise GenerationOver(f"a collective on {where!r} failed, and user code went on all the same")
+
+    def outside(self, run: Callable[[], T]) -> T:
+        """Run collectives outside the steps, all members the same ones, until they are complete on every member.
+
+        They end with a barrier. So a member that is through proves that all others have their results, too: one that a
+        failure stops in the barrier keeps its result if somebody is through, and else all run it again.
+        """
+        if self._depth or self.is_alone:
+            return run()
+        number, results = self._outside, []
+        while True:
+            self.enter()
+            if results and self._is_passed(number):
+                break
+            self.begin_phase("outside")
+            try:
+                with self.unit():
+                    results = [run()]
+                    self._barrier(number)
+                break
+            except RuntimeError as error:
+                self.leave_and_agree(error)
+        self._outside = number + 1
+        return results[0]
+
+    def evaluate(self, run: Callable[[], T], take_snapshot: Callable[[], Callable[[], None]]) -> T:
+        """Run an evaluation step as a unit.
+
+        Args:
+            run: The step. Another slot may need it once more after this slot is through: then it is run for its
+                collectives alone.
+            take_snapshot: Returns a function that restores what a second run must find.
+        """
+        if self._depth or self.is_alone:
+            return run()
+        self.enter()
+        restore = take_snapshot()
+        while True:
+            self.enter()
+            self.begin_phase("evaluation")
+            try:
+                with self.unit():
+                    result = run()
+                self.check_swallowed()
+                break
+            except RuntimeError as error:
+                self.leave_and_agree(error)
+            restore()
+
+        def once_more() -> None:
+            undo = take_snapshot()
+            restore()
+            try:
+                run()
+            finally:
+                undo()
+
+        self._last_evaluation = once_more
+        self._evaluated += 1
+        return result
+
+    def run_step(self, step_fn: Callable[[Any], T], batch: Any) -> T:
         """Run one step until it is committed; a step that a failure interrupts is run again in the next view.
 
         Args:
@@ -162,19 +222,23 @@ class Survivor:
             ShardsLost: if some part of the model has no live holder; said alike by all survivors.
             RuntimeError: the user's own.
         """
-        snapshot = _Snapshot.take(self.member.model.module)
+        self.enter_step()
+        assert self.member is not None
+        restore = snapshot_of(self.member.model.module)
         while True:
+            self.enter()
+            self.begin_step()
             try:
-                self._enter_pending()
-                self._membership.abort.check()
-                self._membership.progress.step, self._membership.progress.phase = self.applied + 1, "forward"
-                return step_fn(batch(self.view) if callable(batch) else batch)
+                with self.unit():
+                    return step_fn(batch(self.view) if callable(batch) else batch)
             except Replay as reason:
                 log.info("%s", reason)
             except RuntimeError as error:
                 # The error must be gone before anything changes shape: its frames hold the graph of the failed pass.
-                self._leave_and_agree(error)
-            snapshot.restore()
+                self.leave_and_agree(error)
+            restore()
+
+    # The parts of a step
 
     def commit(self, optimizer: Optimizer, max_norm: float | None = None) -> Vote:
         """Vote on the synced gradients, clip, and take the optimizer's step.
@@ -182,124 +246,159 @@ class Survivor:
         Raises:
             Replay: if the step was not committed; ``run_step`` runs it again.
         """
-        step, parameters = self.applied + 1, [p for group in optimizer.param_groups for p in group["params"]]
-        self.arrived = step
-        self._membership.progress.phase = "vote"
-        vote = self._vote_on(step, parameters)
-        self._vote = (step, vote)
+        assert self.member is not None
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        vote = self.vote(parameters)
         if max_norm is not None:
             self.member.clip(parameters, vote, max_norm)
-        self._membership.progress.phase = "step"
         optimizer.step()
-        self.applied = step
-        if self._pending is None and self._keeper is not None:
-            self._keeper.forget_kept()
+        self.applied_step()
         return vote
 
-    def _vote_on(self, step: int, parameters: Sequence[nn.Parameter]) -> Vote:
-        try:
-            self._membership.abort.check()
-            return self.member.vote(parameters)
-        except RuntimeError as error:
-            self._leave_and_agree(error)
-        while True:
-            try:
-                return self._settle(step, parameters)
-            except GenerationOver as error:
-                self._leave_and_agree(error)
+    def begin_step(self) -> None:
+        """Tell whoever looks for the culprit of a hang that a step begins."""
+        self.membership.progress.step = self.applied + 1
+        for function in self.before_step:
+            function(self.applied + 1)
+        self.begin_phase("forward")
 
-    # First half: agree
-
-    def _leave_and_agree(self, error: Exception) -> None:
-        """Leave the failed generation for the next view, as often as that fails too."""
-        while True:
-            self._membership.leave(error)
-            try:
-                self._pending = self._membership.agree(self._standing())
-                return
-            except GenerationOver as again:
-                error = again
-
-    def _standing(self) -> Standing:
-        vote = None if self._vote is None else {"step": self._vote[0], **self._vote[1].to_json()}
-        held = None if self._keeper is None else held_to_json(self._keeper.held())
-        return Standing(self.arrived, self.applied, vote, held)
-
-    def _settle(self, step: int, parameters: Sequence[nn.Parameter]) -> Vote:
-        """The vote on ``step``, as the new view knows it or as the survivors can count it.
+    def vote(self, parameters: Sequence[nn.Parameter]) -> Vote:
+        """Agree that a step's gradients are complete.
 
         Raises:
-            Replay: if the view does not commit the step.
-            GenerationOver: if another member died meanwhile.
+            Replay: if the step is not committed: it has to be run again.
         """
-        view = self._pending
-        assert view is not None
-        if view.step < step:
-            self.arrived = view.step
-            raise Replay(f"step {step} is not committed in generation {view.generation}: it is run again")
-        ballot = self.member.ballot
-        if view.vote is not None:
-            return ballot.settle(parameters, Vote.from_json(view.vote))
-        # Nobody here has passed the vote: all are in it, so all count what they hold, each unit once.
-        told = self._membership.exchange("ballot", self._count(view, parameters))
-        square = sum(float.fromhex(answer["square"]) for answer in told.values())
-        used = tuple(any(answer["used"][at] == "1" for answer in told.values()) for at in range(len(parameters)))
-        return ballot.settle(parameters, Vote(square**0.5, used))
+        assert self.member is not None
+        self.check_swallowed()  # before it says that its gradients are complete
+        step = self.arrived = self.applied + 1
+        self.begin_phase("vote")
+        try:
+            self.membership.abort.check()
+            vote = self._cast(parameters, step)
+        except RuntimeError as error:
+            self.leave_and_agree(error)
+            vote = self._settle(step, parameters)
+        self._last_vote = (step, vote)
+        self.agreed = vote.wishes
+        self._suspect()
+        self.begin_phase("step")
+        return vote
 
-    def _count(self, view: View, parameters: Sequence[nn.Parameter]) -> Mapping[str, str]:
-        places = [self._held_at(view, rank) for rank in range(len(view.members))]
-        me = view.rank(self._membership.seat)
-        square = self.member.ballot.square_among(parameters, [(p.degree, p.slot) for p in places], me)
-        return {"square": square.hex(), "used": "".join("01"[flag] for flag in self.member.ballot.used(parameters))}
+    def _cast(self, parameters: Sequence[nn.Parameter], step: int) -> Vote:
+        assert self.member is not None and self._entered is not None
+        if self._verification is None:
+            return self.member.vote(parameters, self._wishes())
+        return self._verification.vote(parameters, self._wishes(), step, self._entered.generation)
 
-    def _held_at(self, view: View, rank: int) -> Place:
-        """Where a member's gradients are: in the layout that it computed them in."""
-        return held_from_json(view.holdings[view.members[rank]])[0][0]
+    def _suspect(self) -> None:
+        """Tell what the vote has found. A member that certainly deviates asks to leave, and will hand nothing over.
 
-    # Second half: change
-
-    def _enter_pending(self) -> None:
-        if self._pending is None:
+        The step under way is committed as it is.
+        """
+        found = None if self._verification is None else self._verification.take()
+        if found is None:
             return
-        view, keeper = self._pending, self._keeper
-        assert keeper is not None, "a failure before own(optimizers) was called cannot be recovered from"
-        self.member.stop_sync()
-        self._close_world()
-        channels = self._open(view)
-        rank, topology = view.rank(self._membership.seat), view.topology
-        peers = [
-            PeerState(held_from_json(view.holdings[seat]), self._place(view, seat)) for seat in view.members
-        ]
-        world = Exchange(world_handle(topology.world_size, rank, self._membership.progress, self._membership.abort))
-        self.moves.append(keeper.move(world, peers))
-        self.member.enter_view(topology, rank, channels)
-        self._membership.run()
-        self._pending = None
+        assert self._entered is not None
+        me = self.membership.seat
+        if found.is_certain:
+            self.distrusted = frozenset(found.seats)
+            self.wants_to_leave |= me in found.seats
+        if self.is_leader or me in found.seats:
+            log.error("%s", found)
+        self._tell("on_corruption", CorruptionEvent(**vars(found), generation=self._entered.generation))
 
-    def _open(self, view: View) -> Channels:
-        limits, progress = self._membership.timeouts, self._membership.progress
-        progress.phase = "change"
-        self._world = GenerationWorld(
-            view.generation,
-            self._store,
-            self._membership.abort,
-            timeout=timedelta(seconds=limits.collective_s),
-            build_s=limits.build_s,
+    def enter_run(self) -> None:
+        """Before each run of a step: replicas leave that are too thin, or have no memory for it at their degree.
+
+        On all members alike: whoever runs a step comes by here, the first time and after every change of view.
+        """
+        self.enter()
+        while leaving := self._leaving():
+            self.hand_over(leaving)
+            self.enter()
+
+    def leave_out_of_memory(self, error: Exception, can_split: bool) -> None:
+        """A pass did not fit. Right after a change of view that is a consequence: smaller passes, or this replica goes.
+
+        Args:
+            error: What was raised.
+            can_split: Whether passes can still be halved.
+
+        Raises:
+            Exception: ``error``, if the view has not changed of late: then it is the user's own.
+        """
+        view = self._entered
+        assert view is not None
+        if view.generation > 0 and self.applied + 1 < self._changed_at + _TIGHT_STEPS:
+            self.splits += can_split
+            self.gives_up = not can_split
+            text = last_words(str(error))
+            error = GenerationOver(f"{self.membership.seat} ran out of memory at its new degree: {text}")
+            log.warning("%s", error)
+        self.leave_and_agree(error)
+
+    def _leaving(self, asked: Sequence[int] = ()) -> list[Seat]:
+        assert self._entered is not None
+        return leavers(self._entered, asked, self._lowest_degree)
+
+    def _wishes(self) -> Wishes:
+        leaves = self.wants_to_leave or self.membership.is_asked_to_leave
+        leave = (self._rank(),) if leaves else ()
+        return Wishes(stop=self.wants_stop, admit=self.membership.joiner_waits, leave=leave)
+
+    def applied_step(self) -> None:
+        """The optimizer has taken the step that was voted on."""
+        self.applied = self.arrived
+        if self._pending is None and self._keeper is not None:
+            self._keeper.forget_kept()
+        self.begin_phase("between")
+
+    def _settle(self, step: int, parameters: Sequence[nn.Parameter]) -> Vote:
+        """The vote on ``step``, as the new view knows it or as the survivors can count it."""
+        assert self.member is not None
+        while True:
+            view = self._pending
+            assert view is not None
+            if view.step < step:
+                self.arrived = view.step
+                raise Replay(f"step {step} is not committed in generation {view.generation}: it is run again")
+            if view.vote is not None:
+                return self.member.ballot.settle(parameters, Vote.from_json(view.vote))
+            try:
+                return count_ballots(self.membership, self.member.ballot, view, parameters, self.wants_stop)
+            except GenerationOver as error:
+                self.leave_and_agree(error)
+
+    def stand_in(self, view: View) -> None:
+        """Run the last evaluation step once more if another slot of this replica was stopped in it."""
+        mine = self.membership.seat
+        behind = any(
+            holdings_of(view, seat).evaluated < self._evaluated
+            for seat in view.members
+            if seat.replica == mine.replica and seat in view.holdings
         )
-        rank = view.rank(self._membership.seat)
-        self._world.open(rank, view.topology.world_size)
-        self._channels = open_channels(view.topology, rank, world=self._world, progress=progress)
-        return self._channels
+        if behind and self._last_evaluation is not None:
+            self.begin_phase("evaluation")
+            with self.unit():
+                self._last_evaluation()
 
-    def _close_world(self) -> None:
-        if self._channels is not None:
-            self._channels.forget()
-            self._channels = None
-        if self._world is not None:
-            self._world.close()
-            self._world = None
+    def _is_passed(self, number: int) -> bool:
+        """Whether some member is through collective ``number``, as it told when the present view was made."""
+        view = self.view
+        return any(holdings_of(view, seat).outside > number for seat in view.members if seat in view.holdings)
 
-    def _place(self, view: View, seat: Any = None) -> Place:
-        seat = self._membership.seat if seat is None else seat
-        replica, slot = view.topology.place(view.rank(seat))
-        return Place(seat.replica, view.topology.degrees[replica], slot)
+    def _barrier(self, number: int) -> None:
+        """Wait for all members, and make sure that all of them mean the same collective.
+
+        Raises:
+            MembershipError: if they do not: values would have met that do not belong together.
+        """
+        assert self._channels is not None
+        numbers = torch.tensor([number, -number])
+        Exchange(self._channels.control).all_reduce(numbers, op="max", tag="barrier")
+        highest, lowest = numbers[0].item(), -numbers[1].item()
+        if highest != lowest:
+            raise MembershipError(
+                f"collectives outside the steps do not match: some member is at number {lowest}, another at {highest}: "
+                "all members must log, reduce and save the same things in the same order"
+            )

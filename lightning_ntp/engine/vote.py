@@ -13,6 +13,28 @@ from lightning_ntp.comm.tree import ControlTree
 from lightning_ntp.layout import Replicated
 from lightning_ntp.parallel.model import ParallelModel, ParallelParameter
 from lightning_ntp.sync import GradientSync
+from lightning_ntp.topology import Topology
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What members ask of all others; it rides in the vote, so that all hear of it at the same step.
+
+    Attributes:
+        stop: The job shall stop at the next step (SIGTERM).
+        admit: Somebody waits to join.
+        leave: Ranks that leave in an orderly way.
+    """
+
+    stop: bool = False
+    admit: bool = False
+    leave: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.stop or self.admit or bool(self.leave)
+
+
+NO_WISHES = Wishes()
 
 
 @dataclass(frozen=True)
@@ -22,14 +44,17 @@ class Vote:
     Attributes:
         grad_norm: 2-norm of the synced gradient of the dense parameters that were voted on.
         used: For each of them, whether any member had a gradient in this window, or one was kept from an earlier.
+        wishes: What members ask for. Only the wish to stop outlives a failure: for the rest all agree anew anyway.
     """
 
     grad_norm: float
     used: tuple[bool, ...]
+    wishes: Wishes = NO_WISHES
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the norm keeps all its bits."""
-        return {"grad_norm": self.grad_norm.hex(), "used": "".join("01"[flag] for flag in self.used)}
+        used = "".join("01"[flag] for flag in self.used)
+        return {"grad_norm": self.grad_norm.hex(), "used": used, "stop": self.wishes.stop}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Vote:
@@ -38,7 +63,8 @@ class Vote:
         Raises:
             ValueError: if it is anything else.
         """
-        return cls(float.fromhex(data["grad_norm"]), tuple(bit == "1" for bit in data["used"]))
+        used = tuple(bit == "1" for bit in data["used"])
+        return cls(float.fromhex(data["grad_norm"]), used, Wishes(stop=bool(data["stop"])))
 
 
 class Ballot:
@@ -51,20 +77,42 @@ class Ballot:
         model: What this member holds.
         sync: Knows which parameters got a gradient.
         tree: Reaches all members.
-        replica: This member's replica.
+        topology: All members.
+        rank: This member.
     """
 
-    def __init__(self, model: ParallelModel, sync: GradientSync, tree: ControlTree, replica: int) -> None:
-        self._sync, self._tree, self._replica = sync, tree, replica
+    def __init__(
+        self, model: ParallelModel, sync: GradientSync, tree: ControlTree, topology: Topology, rank: int
+    ) -> None:
+        self._sync, self._tree, self._rank, self._size = sync, tree, rank, topology.world_size
+        self._replica = topology.place(rank)[0]
         self._context = model.context
         self._by_parameter = {param.parameter: param for param in model.parameters()}
 
-    def cast(self, parameters: Sequence[nn.Parameter]) -> Vote:
-        """Vote on the parameters of one optimizer; those unused everywhere get ``.grad = None`` again."""
-        flags = [float(flag) for flag in self._sync.used(parameters)]
+    def cast(
+        self, parameters: Sequence[nn.Parameter], wishes: Wishes = NO_WISHES, rider: Tensor | None = None
+    ) -> Vote:
+        """Vote on the parameters of one optimizer; those unused everywhere get ``.grad = None`` again.
+
+        Args:
+            parameters: Of the optimizer, in its order.
+            wishes: This member's; in ``leave`` it can only name itself.
+            rider: Float64 numbers that ride along, as many on all members; replaced by their sums over the members.
+        """
+        used = self._sync.used(parameters)
+        leave = [rank in wishes.leave and rank == self._rank for rank in range(self._size)]
+        flags = [float(flag) for flag in (wishes.stop, wishes.admit, *leave, *used)]
         ballot = torch.tensor([self._owned_square(parameters), *flags], dtype=torch.float64)
-        square, *used = self._tree.sum(ballot, tag="vote").tolist()
-        return self.settle(parameters, Vote(square**0.5, tuple(count > 0 for count in used)))
+        if rider is not None:
+            ballot = torch.cat([ballot, rider.flatten()])
+        total = self._tree.sum(ballot, tag="vote")
+        if rider is not None:
+            total, sums = total.tensor_split([len(total) - rider.numel()])
+            rider.copy_(sums.view_as(rider))
+        square, *counts = total.tolist()
+        stop, admit, *found = (count > 0 for count in counts)
+        leaving = tuple(rank for rank in range(self._size) if found[rank])
+        return self.settle(parameters, Vote(square**0.5, tuple(found[self._size :]), Wishes(stop, admit, leaving)))
 
     def settle(self, parameters: Sequence[nn.Parameter], vote: Vote) -> Vote:
         """Let this member's gradients follow a vote, its own or one that the others have told it."""
