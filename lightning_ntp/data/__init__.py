@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from lightning_ntp.data.batch import MicroBatch
 from lightning_ntp.data.evaluation import EvaluationLoader
+from lightning_ntp.data.evaluation_stream import EvaluationStreamLoader
 from lightning_ntp.data.loader import ShareLoader
 from lightning_ntp.data.order import nominal_batch_size
 from lightning_ntp.data.prepare import prepare_evaluation_loader, prepare_train_loader
-from lightning_ntp.data.stream import EvaluationStreamLoader, StreamLoader
+from lightning_ntp.data.stream import StreamLoader
 
 __all__ = [
     "EvaluationLoader",

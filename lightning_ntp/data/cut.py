@@ -13,7 +13,8 @@ Everybody can compute everybody's cut, so nothing has to be agreed but the share
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lightning_ntp.policy import deal
 
@@ -36,11 +37,11 @@ class CutRule:
     """What decides the cut, apart from the position.
 
     Attributes:
-        shares: Samples of a full global batch that each replica takes; only their proportion counts for a batch
-            sampler.
+        shares: Samples of a full global batch that each replica takes, 0 for one without members; only their
+            proportion counts for a batch sampler.
         micro_batches: Micro-batches of a full window (Lightning's ``accumulate_grad_batches``).
-        drop_last: Whether the epoch's partial window is dropped. With equal shares its whole per-replica batches stay,
-            as users of data parallelism expect.
+        drop_last: Whether the epoch's partial window is dropped. Where all shares above 0 are equal, its whole
+            per-replica batches stay, as users of data parallelism expect.
     """
 
     shares: tuple[int, ...]
@@ -50,34 +51,45 @@ class CutRule:
 
 @dataclass(frozen=True)
 class Window:
-    """One global batch, cut.
+    """One global batch, cut. Its samples are consecutive in the epoch's order, in replica order.
 
     Attributes:
         index: Number of the window in its epoch.
         start: Position of its first sample in the epoch's order.
-        sizes: For each replica the sizes of its micro-batches, in samples; 0 where it has none.
-        count: Micro-batches that are run: fewer than were cut only where the trainer's limit ends the epoch early.
+        shares: What it was cut by.
+        parts: Samples of it that each replica takes.
+        count: Micro-batches of it, the same on all replicas.
+        whole: Micro-batches that it would have without the trainer's limit, which may end an epoch inside a window.
+        tail: Samples behind it that ``drop_last`` drops. They stay dropped at any shares: a window behind a partial one
+            would not begin at a multiple of ``micro_batches``, where Lightning's loop begins one.
     """
 
     index: int
     start: int
-    sizes: tuple[tuple[int, ...], ...]
+    shares: tuple[int, ...]
+    parts: tuple[int, ...]
     count: int
+    whole: int
+    tail: int = 0
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """For each replica the sizes of its micro-batches, in samples; 0 where it has none."""
+        return tuple(cut_evenly(part, self.count) for part in self.parts)
 
     @property
     def samples(self) -> int:
-        """Samples of the window that are run, over all replicas."""
-        return sum(sum(sizes[: self.count]) for sizes in self.sizes)
+        """Samples of the window over all replicas."""
+        return sum(self.parts)
 
     @property
     def stop(self) -> int:
-        """Position behind the window's last sample."""
-        return self.start + sum(sum(sizes) for sizes in self.sizes)
+        """Where the next window begins."""
+        return self.start + self.samples + self.tail
 
     def span(self, replica: int, micro_batch: int) -> range:
         """Positions of the samples of one micro-batch of ``replica``."""
-        before = sum(sum(sizes) for sizes in self.sizes[:replica])
-        first = self.start + before + sum(self.sizes[replica][:micro_batch])
+        first = self.start + sum(self.parts[:replica]) + sum(self.sizes[replica][:micro_batch])
         return range(first, first + self.sizes[replica][micro_batch])
 
 
@@ -102,11 +114,37 @@ def cut_window(rule: CutRule, extent: Extent, start: int, index: int, room: int 
     """
     if start >= extent.total or (room is not None and room < 1):
         return None
-    parts, count = _deal_lists(rule, extent, start) if extent.ends else _deal_samples(rule, extent.total - start)
-    if count == 0:
+    parts, whole = _deal_lists(rule, extent, start) if extent.ends else _deal_samples(rule, extent.total - start)
+    if whole == 0:
         return None
-    sizes = tuple(cut_evenly(part, count) for part in parts)
-    return Window(index, start, sizes, count if room is None else min(count, room))
+    count = whole if room is None else min(whole, room)
+    if count < whole:
+        parts = _first_of(parts, whole, count)
+    is_partial = whole < rule.micro_batches
+    tail = extent.total - start - sum(parts) if rule.drop_last and is_partial else 0
+    return Window(index, start, rule.shares, parts, count, whole, tail)
+
+
+def cut_again(rule: CutRule, extent: Extent, window: Window, is_last: bool) -> Window:
+    """Cut a window anew, by other shares: the same number of micro-batches, from the same position on.
+
+    It takes the samples that it had. If the shares add up to fewer than those it was cut by, it takes fewer: what they
+    carry in that many micro-batches.
+
+    Args:
+        rule: The new shares.
+        extent: Length of the epoch.
+        window: The window as it was cut last.
+        is_last: Whether the epoch ends with it. Then it keeps its samples at any shares: there is no later for what it
+            would leave, and Lightning, which knows it to be the last, would not come to a further one.
+    """
+    if rule.shares == window.shares:
+        return window
+    parts = deal(window.samples, rule.shares)
+    if not is_last and not extent.ends and sum(rule.shares) < sum(window.shares):
+        carried = _first_of(rule.shares, rule.micro_batches, window.count)
+        parts = carried if sum(carried) < window.samples else parts
+    return replace(window, shares=rule.shares, parts=parts)
 
 
 def count_micro_batches(rule: CutRule, extent: Extent, start: int) -> int:
@@ -135,12 +173,18 @@ def _deal_samples(rule: CutRule, left: int) -> tuple[tuple[int, ...], int]:
 
 
 def _whole_batches(rule: CutRule, left: int) -> tuple[tuple[int, ...], int]:
-    replicas, share = len(rule.shares), rule.shares[0]
-    if len(set(rule.shares)) > 1 or share % rule.micro_batches:
-        return (0,) * replicas, 0
+    live = [share for share in rule.shares if share]
+    share = live[0]
+    if len(set(live)) > 1 or share % rule.micro_batches:
+        return (0,) * len(rule.shares), 0
     size = share // rule.micro_batches
-    count = left // (size * replicas)
-    return (count * size,) * replicas, count
+    count = left // (size * len(live))
+    return tuple(count * size if share else 0 for share in rule.shares), count
+
+
+def _first_of(parts: tuple[int, ...], whole: int, count: int) -> tuple[int, ...]:
+    """What the replicas take in the first ``count`` of ``whole`` micro-batches."""
+    return tuple(sum(cut_evenly(part, whole)[:count]) for part in parts)
 
 
 def _deal_lists(rule: CutRule, extent: Extent, start: int) -> tuple[tuple[int, ...], int]:

@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader
 
 from lightning_ntp.data.batch import MicroBatch
 from lightning_ntp.data.cut import cut_evenly
-from lightning_ntp.data.fetch import Fetcher, Request, refuse_unknown_loader
+from lightning_ntp.data.fetch import Request
 from lightning_ntp.data.order import EpochOrders, Order
+from lightning_ntp.data.wrapper import FetchingWrapper
 from lightning_ntp.errors import ConfigError
 
 
-class EvaluationLoader:
+class EvaluationLoader(FetchingWrapper):
     """Yields the evaluation batches of one replica; the same ones on all its tensor-parallel ranks.
 
     Global evaluation batch j is the next ``batch_size * num_replicas`` samples in the order of the user's sampler, cut
@@ -27,8 +28,8 @@ class EvaluationLoader:
 
     Args:
         loader: The user's DataLoader over a map-style dataset.
-        replica: Number of this replica.
-        num_replicas: Number of replicas.
+        replica: Number of this replica among the live ones.
+        num_replicas: Number of live replicas.
         seed: Seed of the run, the same in every process: a shuffling sampler gives all ranks the same order.
         fill: Whether a replica without samples in a batch yields a dummy, so that all replicas run the same number of
             batches. False (prediction): it yields nothing.
@@ -42,29 +43,24 @@ class EvaluationLoader:
     """
 
     def __init__(self, loader: DataLoader, *, replica: int, num_replicas: int, seed: int, fill: bool = True) -> None:
-        refuse_unknown_loader(loader)
-        if not 0 <= replica < num_replicas:
-            raise ConfigError(f"replica={replica} is outside 0..{num_replicas - 1}, the replicas of num_replicas")
-        self.current: MicroBatch | None = None
-        self._loader = loader
-        self._replica = replica
-        self._num_replicas = num_replicas
+        super().__init__(loader, replica)
+        self._place = replica_place(replica, num_replicas)
         self._fill = fill
         self._orders = EpochOrders(loader, seed)
-        self._fetcher = Fetcher(loader, replica)
-        self._epoch = 0
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._pieces(self._order))
+        """Batches of this replica, by the latest ``redeal``."""
+        return sum(1 for _ in self._pieces(self._order, self._place))
 
     def __iter__(self) -> Iterator[Any]:
-        order, epoch = self._order, self._epoch
+        # Workers and this loop read the pieces as they go, so they must not see a redeal.
+        order, epoch, place = self._order, self._epoch, self._place
         key = (self._orders.seed, epoch)
         # A dummy loads the first sample of the global batch.
-        wanted = (mine or whole[:1] for mine, whole in self._pieces(order))
+        wanted = (mine or whole[:1] for mine, whole in self._pieces(order, place))
         self._fetcher.start((Request(order.at(where), where.start, key) for where in wanted), *key)
         self._clear_seen()
-        for number, (mine, whole) in enumerate(self._pieces(order)):
+        for number, (mine, whole) in enumerate(self._pieces(order, place)):
             batch = self._fetcher.fetch()
             ids = tuple(order.at(mine))
             size = len(ids)
@@ -73,20 +69,31 @@ class EvaluationLoader:
             yield batch
         self._fetcher.stop()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the order of ``epoch`` from the next ``iter()`` on."""
-        self._epoch = epoch
+    def redeal(self, replica: int, num_replicas: int) -> None:
+        """Deal to other live replicas from the next ``iter()`` on; a pass under way keeps its cut.
 
-    def _pieces(self, order: Order) -> Iterator[tuple[range, range]]:
+        ``len()`` is that of the next pass at once.
+
+        Args:
+            replica: Number of this replica among the live ones.
+            num_replicas: Number of live replicas.
+
+        Raises:
+            ConfigError: for a replica that cannot be.
+        """
+        self._place = replica_place(replica, num_replicas)
+
+    def _pieces(self, order: Order, place: tuple[int, int]) -> Iterator[tuple[range, range]]:
         """This replica's positions and all replicas' positions in every evaluation batch."""
-        for bounds in self._cuts(order):
-            mine = range(bounds[self._replica], bounds[self._replica + 1])
+        replica, num_replicas = place
+        for bounds in self._cuts(order, num_replicas):
+            mine = range(bounds[replica], bounds[replica + 1])
             if mine or self._fill:
                 yield mine, range(bounds[0], bounds[-1])
 
-    def _cuts(self, order: Order) -> Iterator[list[int]]:
+    def _cuts(self, order: Order, replicas: int) -> Iterator[list[int]]:
         """For every evaluation batch the positions where the replicas' pieces begin, and its end."""
-        total, ends, replicas = order.extent.total, order.extent.ends, self._num_replicas
+        total, ends = order.extent.total, order.extent.ends
         if ends:
             for first in range(0, len(ends), replicas):
                 group = ends[first : first + replicas]
@@ -99,20 +106,11 @@ class EvaluationLoader:
             sizes = cut_evenly(min(size, total - start), replicas)
             yield [start + sum(sizes[:r]) for r in range(replicas + 1)]
 
-    # -- what Lightning looks for on a loader
-
     @property
     def _order(self) -> Order:
         return self._orders.of(self._epoch)
 
-    @property
-    def dataset(self) -> Any:
-        return self._loader.dataset
-
-    @property
-    def sampler(self) -> EvaluationLoader:
-        """Lightning announces the epoch through ``loader.sampler.set_epoch``."""
-        return self
+    # -- what Lightning looks for on a loader, beyond the usual
 
     @property
     def batch_sampler(self) -> Any:
@@ -128,10 +126,13 @@ class EvaluationLoader:
         if hasattr(self.batch_sampler, "seen_batch_indices"):
             self.batch_sampler.seen_batch_indices.append(list(ids))
 
-    @property
-    def _iterator(self) -> Any:
-        return self._fetcher.iterator
 
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        self._fetcher.iterator = iterator
+def replica_place(replica: int, num_replicas: int) -> tuple[int, int]:
+    """``(replica, num_replicas)``, checked.
+
+    Raises:
+        ConfigError: for a replica that is not one of them.
+    """
+    if not 0 <= replica < num_replicas:
+        raise ConfigError(f"replica={replica} is outside 0..{num_replicas - 1}, the replicas of num_replicas")
+    return replica, num_replicas

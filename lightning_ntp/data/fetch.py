@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,17 +56,25 @@ class Fetcher:
         self._user_loader = loader
         self._replica = replica
         self._feed = _Feed()
+        self._fetched = self._stale = 0
         self._inner: DataLoader | None = None
         self._generator = torch.Generator()
 
-    def start(self, requests: Iterable[Request], *seed: int | str) -> None:
+    def start(self, requests: Iterable[Request], *seed: int | str, in_same_pass: bool = False) -> None:
         """Load ``requests`` from now on; whatever was prefetched for earlier ones is dropped.
 
         Args:
             requests: Read ahead of ``fetch`` by the workers' prefetching.
             seed: Parts of the seed for new workers.
+            in_same_pass: Go on with the workers that are there: those of this epoch know the dataset as it is.
         """
-        self._feed.requests = requests
+        self._feed.requests = iter(requests)
+        if in_same_pass and self.iterator is not None and not self._is_exhausted:
+            # No fork in the middle of a recovery, when threads of broken groups are on their way out: a worker that is
+            # forked then was seen to crash, and to hang.
+            self._stale = self._feed.read - self._fetched
+            return
+        self._feed.read = self._fetched = self._stale = 0
         self._generator.manual_seed(derive_seed(*seed, self._replica, "workers"))
         if self._inner is None or (self._inner.persistent_workers and self.iterator is None):
             # The second case: Lightning has stopped persistent workers, and their DataLoader cannot start new ones.
@@ -76,11 +85,22 @@ class Fetcher:
 
     def fetch(self) -> Any:
         """The next batch."""
+        while self._stale:  # of requests that no longer count; a sample that fails among them may never be wanted
+            self._stale -= 1
+            self._fetched += 1
+            with suppress(Exception):
+                next(self.iterator)
         try:
+            self._fetched += 1
             return next(self.iterator)
         except StopIteration:
             # Let out, it would end the epoch in silence.
             raise AssertionError("fewer batches were requested than are fetched") from None
+
+    @property
+    def _is_exhausted(self) -> bool:
+        """Whether the inner iterator has ended, or ends with its next item: it takes no more requests then."""
+        return self._feed.has_ended and self._feed.read == self._fetched
 
     def stop(self) -> None:
         """The requests are at an end: let the workers go, unless they are persistent."""
@@ -113,13 +133,30 @@ def refuse_unknown_loader(loader: Any) -> None:
 
 
 class _Feed:
-    """The inner DataLoader's batch sampler."""
+    """The inner DataLoader's batch sampler. It can be filled again while it is read.
+
+    Attributes:
+        requests: What is read next.
+        read: Requests that were read so far.
+        has_ended: Whether the reader was told that there are no more.
+    """
 
     def __init__(self) -> None:
-        self.requests: Iterable[Request] = ()
+        self.requests: Iterator[Request] = iter(())
+        self.read = 0
+        self.has_ended = False
 
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self.requests)
+    def __iter__(self) -> _Feed:
+        self.has_ended = False
+        return self
+
+    def __next__(self) -> Request:
+        request = next(self.requests, None)
+        self.has_ended = request is None
+        if request is None:
+            raise StopIteration
+        self.read += 1
+        return request
 
 
 @dataclass

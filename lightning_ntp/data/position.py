@@ -32,10 +32,17 @@ class Position:
             return replace(self, index=self.index + 1, yielded=self.yielded + 1)
         return Position(window.stop, self.window + 1, 0, self.yielded + 1)
 
+    def begin(self) -> Position:
+        """The position at the start of the present window."""
+        return replace(self, index=0, yielded=self.yielded - self.index)
+
+    def room(self, limit: int | None) -> int | None:
+        """Micro-batches from the present window's start to the epoch's end, where ``limit`` ends it; None: no limit."""
+        return None if limit is None else limit - self.begin().yielded
+
     def cut(self, rule: CutRule, order: Order, limit: int | None) -> Window | None:
         """The present window; ``limit`` is the number of micro-batches after which the epoch ends."""
-        room = None if limit is None else limit - (self.yielded - self.index)
-        return cut_window(rule, order.extent, self.cursor, self.window, room)
+        return cut_window(rule, order.extent, self.cursor, self.window, self.room(limit))
 
 
 def cut_passes(samples: int, cap: int | None) -> tuple[int, ...]:
@@ -49,17 +56,19 @@ def plan_requests(
     order: Order,
     rule: CutRule,
     position: Position,
+    window: Window | None,
     *,
     replica: int,
     key: tuple[int, int],
     cap: int | None = None,
     limit: int | None = None,
 ) -> Iterator[Request]:
-    """One request a pass, from ``position`` to the epoch's end, every window cut by ``rule``.
+    """One request a pass, from ``position`` to the epoch's end.
 
-    Workers pull this ahead of what is yielded, so it depends on nothing that changes meanwhile.
+    The present window is ``window`` if that is given; all others are cut by ``rule``. Workers pull this ahead
+    of what is yielded, so it depends on nothing that changes meanwhile.
     """
-    while (window := position.cut(rule, order, limit)) is not None:
+    while window := window or position.cut(rule, order, limit):
         span = window.span(replica, position.index)
         first = span.start
         for size in cut_passes(len(span), cap):
@@ -68,3 +77,4 @@ def plan_requests(
             yield Request(order.at(where), where.start, key)
             first += size
         position = position.after(window)
+        window = window if position.index else None

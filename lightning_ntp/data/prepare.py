@@ -9,9 +9,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 
 from lightning_ntp.data.evaluation import EvaluationLoader
+from lightning_ntp.data.evaluation_stream import EvaluationStreamLoader
 from lightning_ntp.data.fetch import refuse_unknown_loader
 from lightning_ntp.data.loader import ShareLoader
-from lightning_ntp.data.stream import EvaluationStreamLoader, StreamLoader
+from lightning_ntp.data.stream import StreamLoader
 
 
 def prepare_train_loader(

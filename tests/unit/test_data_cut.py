@@ -7,8 +7,9 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ntp.data.cut import CutRule, Extent, count_micro_batches, cut_evenly, cut_window
+from lightning_ntp.data.cut import CutRule, Extent, count_micro_batches, cut_again, cut_evenly, cut_window
 from lightning_ntp.data.position import cut_passes
+from lightning_ntp.policy import deal
 
 
 def all_windows(rule, extent):
@@ -75,9 +76,28 @@ def test_drop_last_keeps_whole_batches_of_equal_shares_only():
 
 def test_a_limit_ends_the_window_early():
     window = cut_window(CutRule((6, 6), 3), Extent(100), 0, 0, room=2)
-    assert (window.count, window.samples, window.stop) == (2, 8, 12)
-    assert window.span(1, 0) == range(6, 8)
+    assert (window.count, window.whole, window.samples, window.stop) == (2, 3, 8, 8)
+    assert window.span(1, 0) == range(4, 6)
     assert cut_window(CutRule((6, 6), 3), Extent(100), 0, 0, room=0) is None
+
+
+@given(shares, st.data(), st.integers(1, 5), st.integers(1, 60), st.none() | st.integers(1, 3), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_a_window_cut_again(before, data, k, total, room, is_last):
+    sizes = st.lists(st.integers(0, 12), min_size=len(before), max_size=len(before)).filter(any).map(tuple)
+    after = data.draw(sizes | sizes.map(lambda weights: deal(sum(before), weights)))
+    window = cut_window(CutRule(before, k), Extent(total), 0, 0, room)
+    again = cut_again(CutRule(after, k), Extent(total), window, is_last)
+    assert (again.start, again.index, again.count, again.shares) == (0, 0, window.count, after)
+    assert all(part == 0 for part, share in zip(again.parts, after, strict=True) if not share)
+    assert 1 <= again.samples <= window.samples
+    if is_last or sum(after) >= sum(before):
+        assert again.samples == window.samples
+    elif again.samples < window.samples:
+        # What the new shares carry in so many micro-batches, none bigger than in a full window.
+        full = cut_window(CutRule(after, k), Extent(sum(after)), 0, 0)
+        assert again.sizes == tuple(sizes[: window.count] for sizes in full.sizes)
+    assert cut_again(CutRule(before, k), Extent(total), window, is_last) == window, "at no change nothing changes"
 
 
 def test_cut_evenly_and_passes():

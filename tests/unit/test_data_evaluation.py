@@ -93,3 +93,32 @@ def test_prediction_writers_find_the_ids_of_this_replica():
 def test_a_replica_that_is_not_there():
     with pytest.raises(ConfigError, match=r"replica=2 is outside 0\.\.1"):
         EvaluationLoader(DataLoader(Squares(4)), replica=2, num_replicas=2, seed=0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("make", [lambda: {"batch_size": 2}, lambda: {"batch_sampler": Buckets([3, 2, 5, 1, 4])}])
+def test_a_redeal_takes_effect_with_the_next_pass(make, num_workers):
+    loader = DataLoader(Squares(15), num_workers=num_workers, **make())
+    loaders = [EvaluationLoader(loader, replica=replica, num_replicas=3, seed=2) for replica in range(3)]
+    before = [walk(one) for one in loaders]
+    during = []
+    for one in loaders:
+        facts = []
+        for _ in one:  # workers have read no more than a few pieces ahead
+            facts.append(one.current)
+            one.redeal(0, 2)
+        during.append(facts)
+    assert during == before
+    # Replica 1 has died; the others move up.
+    loaders[2].redeal(1, 2)
+    lengths = [len(loaders[0]), len(loaders[2])]
+    after = [walk(loaders[0]), walk(loaders[2])]
+    assert [len(facts) for facts in after] == lengths and lengths[0] == lengths[1]
+    assert sorted(ids_of(after[0]) + ids_of(after[1])) == list(range(15))
+
+
+@pytest.mark.parametrize("replica, num_replicas", [(2, 2), (-1, 2), (0, 0)])
+def test_a_redeal_to_a_replica_that_is_not_there(replica, num_replicas):
+    loader = EvaluationLoader(DataLoader(Squares(4)), replica=0, num_replicas=2, seed=0)
+    with pytest.raises(ConfigError, match=rf"replica={replica} is outside 0\.\.{num_replicas - 1}"):
+        loader.redeal(replica, num_replicas)

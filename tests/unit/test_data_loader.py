@@ -339,7 +339,7 @@ def test_k_is_read_at_every_window():
     [
         ({"shares": (8, float("nan"))}, "nan of replica 1"),
         ({"shares": (8, -8)}, "-8 of replica 1"),
-        ({"shares": (1, 0)}, "smaller than the replicas"),
+        ({"shares": (0, 0)}, "give no replica a sample"),
         ({"replica": 2}, r"replica=2 is outside 0\.\.1"),
         ({"max_micro_batch": 0}, "max_micro_batch=0"),
         ({"micro_batches": 0}, "micro_batches=0"),

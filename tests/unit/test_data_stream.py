@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_ntp.data import EvaluationStreamLoader, StreamLoader
-from lightning_ntp.errors import DataError
+from lightning_ntp.errors import ConfigError, DataError
 
 
 class Shuffled(IterableDataset):
@@ -107,11 +109,27 @@ def test_the_epoch_reaches_the_dataset():
     assert dataset.epochs == [3] and loader.current.epoch == 3
 
 
-def test_unequal_shares_are_refused():
-    loader = StreamLoader(DataLoader(Shuffled(8), batch_size=2), replica=0, shares=(2, 2), seed=4, micro_batches=1)
-    loader.reshare((1, 1))
+def test_unequal_shares_are_refused_at_the_start_and_a_warning_later():
+    arguments = {"replica": 0, "seed": 4, "micro_batches": 1}
     with pytest.raises(DataError, match=r"shares=\(3, 1\) are unequal.*map-style"):
-        loader.reshare((3, 1))
+        StreamLoader(DataLoader(Shuffled(8), batch_size=2), shares=(3, 1), **arguments)
+    loader = StreamLoader(DataLoader(Shuffled(8), batch_size=2), shares=(2, 0, 2), **arguments)
+    with pytest.warns(UserWarning, match=r"shares=\(3, 0, 1\) are unequal.*as long as the slowest"):
+        loader.reshare((3, 0, 1))
+    with warnings.catch_warnings(action="error"):
+        loader.reshare((2, 0, 1))
+        assert len(list(loader)) == 2
+
+
+@pytest.mark.parametrize(
+    "shares, text",
+    [((2, 2, 2), "3 entries, but this loader deals to 2 replicas"), ((0, 0), "give no replica a sample")],
+)
+def test_shares_that_cannot_be(shares, text):
+    loader = StreamLoader(DataLoader(Shuffled(8), batch_size=2), replica=0, shares=(2, 2), seed=4, micro_batches=1)
+    for change in (loader.reshare, loader.begin_again):
+        with pytest.raises(ConfigError, match=text):
+            change(shares)
 
 
 @pytest.mark.parametrize("fill", [True, False])
@@ -127,3 +145,18 @@ def test_evaluation_deals_every_batch(fill):
         dummies += sum(fact.is_dummy for _, fact in batches)
     assert sorted(found) == list(range(14))
     assert dummies == (2 if fill else 0)
+
+
+@pytest.mark.parametrize("fill", [True, False])
+def test_a_redeal_takes_effect_with_the_next_pass(fill):
+    loader = EvaluationStreamLoader(DataLoader(Sized(14), batch_size=2), replica=2, num_replicas=3, seed=4, fill=fill)
+    before = [numbers.tolist() for numbers, _ in loader]
+    found, under_way = [], iter(loader)
+    for numbers, _ in under_way:
+        found.append(numbers.tolist())
+        loader.redeal(0, 1)
+    assert found == before and len(before) == (3 if fill else 2)
+    assert len(loader) == 7
+    assert sorted(number for numbers, _ in loader for number in numbers.tolist()) == list(range(14))
+    with pytest.raises(ConfigError, match=r"replica=1 is outside 0\.\.0"):
+        loader.redeal(1, 1)
