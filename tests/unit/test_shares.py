@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ntp.errors import ConfigError
-from lightning_ntp.policy import check_shares, deal, shares_by_degree, whole_shares
+from lightning_ntp.policy import check_shares, deal, shares_after, shares_by_degree, whole_shares
 
 
 @given(st.integers(0, 5000), st.lists(st.integers(0, 64), min_size=1, max_size=12).filter(any))
@@ -40,6 +40,9 @@ def test_deal_refuses_what_cannot_be_dealt(n, weights):
         (8, (8, 7), 8, "constant", (9, 7)),
         (4, (4, 3, 2), 4, "constant", (5, 4, 3)),
         (1, (8, 1), 8, "constant", (2, 0)),
+        (8, (4, 0, 3), 4, "constant", (14, 0, 10)),
+        (8, (4, 0, 3), 4, "shrink", (8, 0, 6)),
+        (1, (0, 1), 4, "shrink", (0, 1)),
         (8, (4, 3), 4, "shrink", (8, 6)),
         (6, (4, 3), 4, "shrink", (6, 4)),
         (1, (4, 1), 4, "shrink", (1, 1)),
@@ -49,18 +52,99 @@ def test_shares_by_degree(per_replica, degrees, nominal, mode, shares):
     assert shares_by_degree(per_replica, degrees, nominal, mode) == shares
 
 
-@given(st.integers(1, 64), st.lists(st.integers(1, 8), min_size=1, max_size=8))
+@given(st.integers(1, 64), st.lists(st.integers(0, 8), min_size=1, max_size=8).filter(any))
 @settings(deadline=None)
 def test_constant_keeps_the_sum_and_shrink_never_exceeds_the_nominal_share(per_replica, degrees):
-    assert sum(shares_by_degree(per_replica, degrees, 8, "constant")) == per_replica * len(degrees)
-    assert all(1 <= share <= per_replica for share in shares_by_degree(per_replica, degrees, 8, "shrink"))
+    constant = shares_by_degree(per_replica, degrees, 8, "constant")
+    shrunk = shares_by_degree(per_replica, degrees, 8, "shrink")
+    assert sum(constant) == per_replica * len(degrees)
+    for degree, constant_share, share in zip(degrees, constant, shrunk, strict=True):
+        assert (1 <= share <= per_replica) if degree else (share == constant_share == 0)
+
+
+@st.composite
+def changed_degrees(draw):
+    """Shares and degrees at the start, and degrees now."""
+    replicas = draw(st.integers(1, 6))
+    same_length = {"min_size": replicas, "max_size": replicas}
+    base = draw(st.lists(st.integers(0, 40), **same_length).filter(any))
+    before = draw(st.lists(st.integers(1, 8), **same_length))
+    now = draw(st.lists(st.integers(0, 8), **same_length).filter(any))
+    return tuple(base), tuple(before), tuple(now)
+
+
+@given(changed_degrees())
+@settings(max_examples=400, deadline=None)
+def test_shares_by_hand_follow_the_degrees(case):
+    base, before, now = case
+    constant, shrunk = (shares_after(base, before, now, mode) for mode in ("constant", "shrink"))
+    assert sum(constant) == sum(base) >= sum(shrunk) > 0
+    for shares in (constant, shrunk):
+        assert all(share == 0 for share, degree in zip(shares, now, strict=True) if not degree)
+    has_share = any(share and degree for share, degree in zip(base, now, strict=True))
+    if has_share:
+        exact = [share * degree / then for share, degree, then in zip(base, now, before, strict=True)]
+        for part, share in zip(exact, constant, strict=True):
+            assert abs(share - sum(base) * part / sum(exact)) < 1
+    if has_share and all(degree <= then for degree, then in zip(now, before, strict=True)):
+        for part, share, shrunk_share, degree in zip(exact, base, shrunk, now, strict=True):
+            assert shrunk_share == max(math.floor(part + 1e-9), 1 if share and degree else 0) <= share
+    assert shares_after(base, before, before, "constant") == shares_after(base, before, before, "shrink") == base
+
+
+@given(st.integers(1, 40), st.lists(st.integers(0, 8), min_size=1, max_size=6).filter(any))
+@settings(deadline=None)
+def test_shares_by_hand_that_are_the_nominal_ones_follow_the_degrees_as_those_do(per_replica, degrees):
+    replicas = len(degrees)
+    for mode in ("constant", "shrink"):
+        after = shares_after((per_replica,) * replicas, (8,) * replicas, degrees, mode)
+        assert after == shares_by_degree(per_replica, degrees, 8, mode)
+
+
+@pytest.mark.parametrize(
+    "base, before, now, mode, shares",
+    [
+        ((5, 3), (4, 4), (4, 2), "constant", (6, 2)),
+        ((5, 3), (4, 4), (4, 2), "shrink", (5, 1)),
+        ((5, 3), (4, 4), (4, 0), "constant", (8, 0)),
+        ((9, 7), (4, 3), (4, 2), "constant", (11, 5)),
+        ((6, 0, 6), (2, 2, 2), (0, 1, 2), "constant", (0, 0, 12)),
+        ((6, 0, 0), (4, 4, 4), (0, 4, 2), "constant", (0, 4, 2)),  # only replicas without a share are left
+        ((6, 0, 0), (4, 4, 4), (0, 4, 2), "shrink", (0, 4, 2)),
+        ((8, 6), (4, 3), (4, 4), "shrink", (7, 7)),  # grown, within what was given
+    ],
+)
+def test_shares_after(base, before, now, mode, shares):
+    assert shares_after(base, before, now, mode) == shares
+
+
+def test_a_replica_that_grows_takes_more_where_the_global_batch_has_room():
+    assert shares_after((8, 6), (4, 3), (4, 4), "shrink", global_batch=16) == (8, 8)
+    assert shares_after((8, 6), (4, 3), (4, 4), "shrink", global_batch=15) == (8, 7)
 
 
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ((8, (5, 3), 4, "constant"), "degree 5 of replica 0 is outside 1..4"),
-        ((8, (4, 0), 4, "shrink"), "degree 0 of replica 1"),
+        (((5, 3), (4, 4), (4,), "constant"), "not of equal length"),
+        (((5, 3), (4, 0), (4, 4), "constant"), r"base_degrees=\(4, 0\): every replica had at least 1 member"),
+        (((5, 3), (4, 4), (0, 0), "shrink"), r"degrees=\(0, 0\): no replica has a live member"),
+        (((5, 3), (4, 4), (4, -1), "shrink"), "degree -1 of replica 1 is negative"),
+        (((0, 0), (4, 4), (4, 4), "shrink"), "give no replica a sample"),
+        (((5, 3), (4, 4), (4, 4), "grow"), "mode='grow'"),
+    ],
+)
+def test_shares_after_names_what_is_wrong(arguments, text):
+    with pytest.raises(ConfigError, match=text):
+        shares_after(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ((8, (5, 3), 4, "constant"), r"degree 5 of replica 0 is outside 0\.\.4"),
+        ((8, (4, -1), 4, "shrink"), "degree -1 of replica 1"),
+        ((8, (0, 0), 4, "shrink"), r"degrees=\(0, 0\): no replica has a live member"),
         ((0, (4, 3), 4, "constant"), "per_replica=0"),
         ((8, (4, 3), 4, "grow"), "mode='grow'"),
     ],
@@ -92,7 +176,7 @@ def test_shares_by_hand_pass():
         ((9, 8), 16, 2, "shrink", "more than the 16 samples"),
         ((1, 1), 1, 2, "constant", "smaller than the 2 replicas"),
         ((1, 0), 2, 2, "shrink", "smaller than the replicas"),
-        ((0, 0), 16, 2, "constant", "smaller than the replicas"),
+        ((0, 0), 16, 2, "constant", "give no replica a sample"),
         ((8, 8), 16, 2, "auto", "mode='auto'"),
     ],
 )
