@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torchmetrics import Metric
 from torchmetrics import __version__ as version
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_ntp.errors import UnsupportedError
 
@@ -28,6 +28,16 @@ def metric_snapshot(metric: Metric) -> dict[str, Any]:
     return {name: _copy(getattr(metric, name)) for name in names}
 
 
+def metrics_of(module: nn.Module) -> list[Metric]:
+    """All metrics inside a module."""
+    return [metric for metric in module.modules() if isinstance(metric, Metric)]
+
+
+def update_count(state: Mapping[str, Any]) -> int:
+    """How often a metric has been updated, by its attributes or a snapshot of it; 0 where it is not counted."""
+    return state.get("_update_count", 0)
+
+
 def restore_metric(metric: Metric, snapshot: dict[str, Any]) -> None:
     """Put a metric back to where ``metric_snapshot`` found it."""
     for name, value in snapshot.items():
@@ -42,11 +52,6 @@ def keeping_forward_value(metric: Metric) -> Iterator[None]:
     value = metric._forward_cache
     yield
     metric._forward_cache = value
-
-
-def gather_all(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    """Tensors of all members of ``group``, in rank order; their shapes may differ."""
-    return gather_all_tensors(tensor, group)
 
 
 def _copy(value: Any) -> Any:

@@ -26,7 +26,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_ntp.compat import lightning as compat
 from lightning_ntp.errors import LaunchError
-from lightning_ntp.supervisor import AllOrNothing, Supervisor
+from lightning_ntp.membership.founding import Founding
+from lightning_ntp.supervisor import Adaptive, AllOrNothing, EndPolicy, Supervisor
 
 _WAY_OUT = (
     "put the code into a file and run `python file.py` or `python -m lightning_ntp.run --nproc-per-node N file.py`"
@@ -45,6 +46,7 @@ class NTPLauncher(compat.subprocess_script_launcher()):
         num_nodes: Machines of the job; only one can be started from here.
         seats: Names of the members for the reader, by rank, such as ``r1.s3``.
         grace_s: After one member has failed, how long the others may take to end, in seconds.
+        founding: What the job is, if it goes on through deaths.
 
     Raises:
         LaunchError: in a notebook or REPL, where there is no script to run again.
@@ -57,10 +59,11 @@ class NTPLauncher(compat.subprocess_script_launcher()):
         num_nodes: int = 1,
         seats: Sequence[str] = (),
         grace_s: float = 5.0,
+        founding: Founding | None = None,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self.seats = seats
-        self.grace_s = grace_s
+        self.grace_s, self.founding = grace_s, founding
         if not cluster_environment.creates_processes_externally:
             _refuse_interactive()
             # One past the last rank: Lightning gives ranks above 0 dummy loggers, so that `logger.experiment` before
@@ -92,10 +95,15 @@ class NTPLauncher(compat.subprocess_script_launcher()):
             self.num_processes,
             cwd=working_directory,
             seats=self.seats,
-            policy=AllOrNothing(grace_s=self.grace_s),
+            policy=self._policy(),
         )
         _flush()
         _end_process(supervisor.run())
+
+    def _policy(self) -> EndPolicy:
+        if self.founding is None:
+            return AllOrNothing(grace_s=self.grace_s)
+        return Adaptive(founding=self.founding, grace_s=self.grace_s)
 
 
 def _refuse_interactive() -> None:

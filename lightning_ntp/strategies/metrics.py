@@ -5,6 +5,7 @@ The slots of a replica compute the same values; counting each would favour the r
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,10 +18,15 @@ from torch.distributed import ReduceOp
 from torchmetrics import Metric
 
 from lightning_ntp.comm.exchange import Exchange
+from lightning_ntp.comm.objects import broadcast_object, gather_tensors
 from lightning_ntp.compat import lightning as compat
-from lightning_ntp.compat.torchmetrics import gather_all, keeping_forward_value, metric_snapshot, restore_metric
+from lightning_ntp.compat.torchmetrics import keeping_forward_value, metric_snapshot, metrics_of, restore_metric
 from lightning_ntp.engine import Member
+from lightning_ntp.engine.plain import Plain
+from lightning_ntp.engine.survivor import Survivor
 from lightning_ntp.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _NAMES = {ReduceOp.SUM: "sum", ReduceOp.AVG: "mean", ReduceOp.MIN: "min", ReduceOp.MAX: "max"}
 _IDENTITY = {"sum": 0.0, "min": torch.inf, "max": -torch.inf}
@@ -30,12 +36,11 @@ class ReplicaReducer:
     """Reduces values over the replicas.
 
     Args:
-        member: This member.
+        engine: Runs collectives outside the steps.
     """
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._control: Exchange = member.control
+    def __init__(self, engine: Plain | Survivor) -> None:
+        self._engine = engine
         self._samples: float | None = None
         self.is_alone = False
 
@@ -67,18 +72,21 @@ class ReplicaReducer:
             ConfigError: for an operation other than mean, sum, min and max.
         """
         name = _operation(reduce_op)
-        if self.is_alone:
+        if self.is_alone or self._engine.is_alone or self._is_cut_off():
             return tensor.detach().clone()
+        return self._engine.outside(lambda: self._reduce(tensor, name))
+
+    def _reduce(self, tensor: Tensor, name: str) -> Tensor:
         # float64 holds whole numbers up to 2**53 exactly, so one path serves counts and losses.
         value = tensor.detach().to("cpu", torch.float64).contiguous().clone()
         if name == "mean":
             return self._mean(value).to(tensor.device, tensor.dtype if tensor.is_floating_point() else torch.float64)
-        if self._member.slot != 0 or self._samples == 0:
+        if not self._speaks or self._samples == 0:
             value = torch.full_like(value, _IDENTITY[name])
         return self._control.all_reduce(value, op=name, tag="metrics").to(tensor.device, tensor.dtype)
 
     def _mean(self, value: Tensor) -> Tensor:
-        weight = (1.0 if self._samples is None else self._samples) if self._member.slot == 0 else 0.0
+        weight = (1.0 if self._samples is None else self._samples) if self._speaks else 0.0
         # Not multiplied where it does not count: a dummy's value may be NaN.
         flat = value.flatten() * weight if weight else torch.zeros(value.numel(), dtype=value.dtype)
         summed = self._control.all_reduce(torch.cat([flat, flat.new_tensor([weight])]), tag="metrics")
@@ -86,16 +94,65 @@ class ReplicaReducer:
 
     def decide(self, decision: bool, all_agree: bool) -> bool:
         """Whether all members (or any) decided yes."""
-        ayes = self._control.all_reduce(torch.tensor([float(bool(decision))]), tag="decision")
-        return bool(ayes == self._control.size) if all_agree else bool(ayes > 0)
+
+        if self._is_cut_off():
+            return bool(decision)
+
+        def ask() -> bool:
+            ayes = self._control.all_reduce(torch.tensor([float(bool(decision))]), tag="decision")
+            return bool(ayes == self._control.size) if all_agree else bool(ayes > 0)
+
+        return self._engine.outside(ask)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """One tensor of each replica, in replica order; shapes may differ."""
-        if self._control.size == 1:
-            return [tensor]
-        everyone = gather_all(tensor.detach().cpu().contiguous(), self._control.handle.process_group)
+        if self._is_cut_off():
+            return [tensor] * self.num_replicas
+        return self._engine.outside(lambda: gather_tensors(self._control, tensor, self._leaders))
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """The value of the member whom Lightning knows by rank ``source`` (0: the leader), on all members.
+
+        It travels as a pickle, as in Lightning.
+        """
+        if self._is_cut_off():
+            return value
+        return self._engine.outside(
+            lambda: broadcast_object(self._control, value, self._member.topology.leader_first(source))
+        )
+
+    def barrier(self) -> None:
+        """Wait for all members."""
+        if not self._is_cut_off():
+            self._engine.outside(lambda: self._control.all_reduce(torch.zeros(1), tag="barrier"))
+
+    @property
+    def _member(self) -> Member:
+        return self._engine.member
+
+    @property
+    def _control(self) -> Exchange:
+        return self._member.control
+
+    @property
+    def _leaders(self) -> list[int]:
         topology = self._member.topology
-        return [everyone[topology.rank(replica, 0)].to(tensor.device) for replica in range(self.num_replicas)]
+        return [topology.speaker(replica) for replica in range(topology.num_replicas)]
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this member tells what its replica has."""
+        member = self._member
+        return member.rank == member.topology.speaker(member.replica)
+
+    def _is_cut_off(self) -> bool:
+        """Whether a death has just ended all channels, and the step that was voted on is being finished."""
+        if self._engine.is_between:
+            log.warning(
+                "a value that a hook logs or reduces before the optimizer's step is this member's own: another member "
+                "died in that moment"
+            )
+        return self._engine.is_between
 
     @property
     def num_replicas(self) -> int:
@@ -138,7 +195,7 @@ def leave_no_trace(trainer: Any, module: nn.Module) -> Iterator[None]:
     """
     logged = compat.logged_results(trainer)
     values = {key: metric_snapshot(metric) for key, metric in logged.items()}
-    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    metrics = metrics_of(module)
     states = [metric_snapshot(metric) for metric in metrics]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     yield
@@ -150,6 +207,5 @@ def leave_no_trace(trainer: Any, module: nn.Module) -> Iterator[None]:
                 result.reset()
     for metric, state in zip(metrics, states, strict=True):
         restore_metric(metric, state)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    for buffer, before in buffers:
+        buffer.data.copy_(before)  # unseen by autograd: the backward is still to come, and drops its gradients

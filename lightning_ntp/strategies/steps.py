@@ -7,14 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 
 from lightning_ntp.compat import lightning as compat
 from lightning_ntp.data import MicroBatch
 from lightning_ntp.engine import Member, WindowWeights
+from lightning_ntp.engine.plain import Plain
+from lightning_ntp.engine.survivor import Survivor
 from lightning_ntp.parallel.random import seed_replica
 from lightning_ntp.strategies.loaders import ReplicaLoaders
 from lightning_ntp.strategies.metrics import ReplicaReducer, leave_no_trace
+from lightning_ntp.strategies.rollback import evaluation_snapshot
 
 Step = Callable[..., Any]
 
@@ -27,22 +31,34 @@ class StepRunner:
 
     Args:
         trainer: The Trainer.
-        member: This member.
+        engine: Has this member, and runs evaluation steps as units.
         reducer: Counts logged values.
         loaders: Know the micro-batch in hand.
         seed: Of the run, the same on all members.
+
+    Attributes:
+        seed: As given; a joiner gets the others'.
     """
 
     def __init__(
-        self, trainer: Trainer, member: Member, reducer: ReplicaReducer, loaders: ReplicaLoaders, seed: int
+        self,
+        trainer: Trainer,
+        engine: Plain | Survivor,
+        reducer: ReplicaReducer,
+        loaders: ReplicaLoaders,
+        seed: int,
     ) -> None:
-        self._trainer, self._member, self._reducer, self._loaders = trainer, member, reducer, loaders
-        self._seed = seed
+        self._trainer, self._engine, self._reducer, self._loaders = trainer, engine, reducer, loaders
+        self.seed = seed
         self._weights: WindowWeights | None = None
         self._pass: tuple[int, int, bool] | None = None  # number, samples, whether it is the micro-batch's last
 
-    def start_fit(self) -> None:
-        """Once the member's gradient sync has been started."""
+    @property
+    def _member(self) -> Member:
+        return self._engine.member
+
+    def start_sync(self) -> None:
+        """Once the member's gradient sync has been started, in every view anew."""
         self._weights = WindowWeights(self._member.sync)
 
     def train(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,10 +84,17 @@ class StepRunner:
             kwargs: Nothing so far.
         """
         batch_idx, loader_idx = (*args[1:], 0, 0)[:2]
-        self._seed_step(self._trainer.global_step, loader_idx, batch_idx)
         micro = self._loaders.current_evaluation(loader_idx)
-        with nullcontext() if micro is None else self._counting(micro, micro.num_samples):
-            return step(*args, **kwargs)
+        now = self._trainer.global_step
+        is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+        def run() -> Any:
+            self._seed_step(now, loader_idx, batch_idx)
+            counting = nullcontext() if micro is None else self._counting(micro, micro.num_samples)
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad), counting:
+                return step(*args, **kwargs)
+
+        return self._engine.evaluate(run, lambda: evaluation_snapshot(self._trainer))
 
     def with_extra_passes(self, run: Step) -> Step:
         """Run what ``max_micro_batch`` has split off before ``run``, which runs the last pass of a micro-batch."""
@@ -100,7 +123,7 @@ class StepRunner:
         progress.load_state_dict(before)
 
     def _seed_step(self, *parts: int) -> None:
-        seed_replica(self._member.device, self._seed, *parts, self._member.replica)
+        seed_replica(self._member.device, self.seed, *parts, self._member.number)
 
     @contextmanager
     def _counting(self, micro: MicroBatch, samples: int) -> Iterator[None]:

@@ -3,52 +3,47 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch import Tensor, nn
-from torch.distributed import ReduceOp
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ntp.checkpoint import (
-    gather_model_state,
-    gather_optimizer_state,
-    load_model_state,
-    load_optimizer_state,
-    put_positions_back,
-    read_file,
-    save_file,
-    set_positions_apart,
-)
-from lightning_ntp.comm.rendezvous import check_world_size, connect_store, join_world
+from lightning_ntp.comm.rendezvous import check_world_size
 from lightning_ntp.compat import lightning as compat
-from lightning_ntp.compat.torch import total_norm_by
-from lightning_ntp.config import GlobalBatch, NTPConfig, ReduceDtype, Timeouts
+from lightning_ntp.compat import loops
+from lightning_ntp.config import GlobalBatch, NTPConfig, ReduceDtype, Respawning, Timeouts
 from lightning_ntp.engine import Member
-from lightning_ntp.errors import CheckpointError, UnsupportedError
-from lightning_ntp.parallel import ParallelModel, ParallelPlan
+from lightning_ntp.engine.plain import Plain
+from lightning_ntp.engine.survivor import Survivor
+from lightning_ntp.hardware.xids import XidPolicy
+from lightning_ntp.parallel import ParallelPlan
 from lightning_ntp.parallel.plans.auto import find_plan
 from lightning_ntp.parallel.probing.probe import ShapeProbe
 from lightning_ntp.strategies import checks
+from lightning_ntp.strategies.callbacks import FailureCallback, FailureCallbacks
+from lightning_ntp.strategies.files import DenseFiles
+from lightning_ntp.strategies.hooks import StepHooks
 from lightning_ntp.strategies.launcher import NTPLauncher
 from lightning_ntp.strategies.loaders import ReplicaLoaders
-from lightning_ntp.strategies.metrics import ReplicaReducer, means_everyone
+from lightning_ntp.strategies.metrics import ReplicaReducer
+from lightning_ntp.strategies.process import end_job, founding_of, is_watched, join_job, join_plainly
+from lightning_ntp.strategies.recovery import TrainerRecovery
 from lightning_ntp.strategies.steps import StepRunner
-from lightning_ntp.strategies.votes import Votes, unwrapped
+from lightning_ntp.strategies.values import ReplicaValues
+from lightning_ntp.strategies.votes import Votes
 from lightning_ntp.topology import Topology
 
 _SHARDED = "_ntp_model"  # attribute of a LightningModule that was sharded before
 
 
-class NTPStrategy(ModelParallelStrategy):
+class NTPStrategy(ReplicaValues, DenseFiles, StepHooks):
     """Nonuniform tensor parallelism: data-parallel replicas whose tensor-parallel degrees may differ.
 
     Registered as ``"ntp"``. Every member holds a part of one replica; gradients of unequal replicas meet in a resharded
@@ -60,14 +55,24 @@ class NTPStrategy(ModelParallelStrategy):
         degrees: Degree of every replica, to start nonuniform; the devices are their sum, e.g. ``[4, 3]``.
         plan: Which modules are sharded and how: module name patterns to styles; ``"auto"`` finds it.
         global_batch: ``"constant"``: replicas of lower degree leave samples to the others; ``"shrink"``: these samples
-            come later in the epoch.
+            come later in the epoch; ``"auto"``: constant where a sample then costs at most 2 % more than with shrink.
         shares: Samples of a global batch (batch_size x replicas x accumulate_grad_batches) that each replica takes; by
             default in proportion to the degrees.
         max_micro_batch: Most samples in one forward; a larger micro-batch runs in several passes.
         bucket_cap_mb: Size of a bucket of the gradient sync, in dense mebibytes.
         grad_reduce_dtype: Precision of the gradient sum: float32, or the parameter's own if wider, by default.
         min_tensor_parallel_size: The lowest degree that a replica may reach; 3/4 of nominal by default.
-        fault_tolerance: Live recovery; not part of this version.
+        fault_tolerance: Live recovery, where our launcher has started the processes. Without, the first failure ends
+            the job.
+        respawn: Whether a process is started again at the seat of one that has died; it then joins at a step:
+            ``"never"``, ``"once"`` at each seat, or ``"always"`` (with growing delays).
+        verify_every_n_steps: Every so many steps replicas compare an eighth of their weights, bit by bit, inside the
+            vote. Of three replicas the member that deviates is named and leaves; of two both are named.
+        detectors: Checks of this member's device, asked every second in a thread: a callable that returns ``False``
+            where the member shall hand over its part and leave, or a ``Finding``. CUDA devices are watched through NVML
+            besides.
+        xid_policy: What is done about single XIDs of the driver, where it shall be another thing than the table's:
+            ``{43: "note"}``; one of ``"drain"``, ``"app"``, ``"note"`` and ``"probe"``.
         timeouts: All time limits.
         process_group_backend: ``"gloo"`` or ``"nccl"``; by the device if not given.
 
@@ -89,7 +94,11 @@ class NTPStrategy(ModelParallelStrategy):
         bucket_cap_mb: float = 25.0,
         grad_reduce_dtype: ReduceDtype | None = None,
         min_tensor_parallel_size: int | None = None,
-        fault_tolerance: bool = False,
+        fault_tolerance: bool = True,
+        respawn: Respawning = "never",
+        verify_every_n_steps: int | None = None,
+        detectors: list[Callable[[], Any]] | None = None,
+        xid_policy: dict[int, str] | None = None,
         timeouts: Timeouts | None = None,
         process_group_backend: str | None = None,
     ) -> None:
@@ -104,6 +113,10 @@ class NTPStrategy(ModelParallelStrategy):
             bucket_cap_mb=bucket_cap_mb,
             grad_reduce_dtype=grad_reduce_dtype,
             fault_tolerance=fault_tolerance,
+            respawn=respawn,
+            verify_every_n_steps=verify_every_n_steps,
+            detectors=tuple(detectors or ()),
+            xid_policy=xid_policy or {},
             timeouts=timeouts or Timeouts(),
         )
         super().__init__(
@@ -115,11 +128,9 @@ class NTPStrategy(ModelParallelStrategy):
         )
         self._plan = plan
         self._topology: Topology | None = None
-        self._member: Member | None = None
+        self._told: list[FailureCallback] = []
+        self._callbacks: FailureCallbacks | None = None
         self._reducer: ReplicaReducer | None = None
-        self._loaders: ReplicaLoaders | None = None
-        self._steps: StepRunner | None = None
-        self._votes: Votes | None = None
         self._is_first_backward = True
 
     # What a user may ask
@@ -127,6 +138,8 @@ class NTPStrategy(ModelParallelStrategy):
     @property
     def topology(self) -> Topology:
         """Who sits where."""
+        if self._engine is not None:
+            return self._engine.member.topology
         return checks.check_set_up(self._topology, "topology")
 
     @property
@@ -139,10 +152,37 @@ class NTPStrategy(ModelParallelStrategy):
         """Samples of a full global batch that each replica takes."""
         return checks.check_set_up(self._loaders, "shares").shares
 
+    def replicas(self) -> dict[int, tuple[int, int]]:
+        """(degree, share) of every replica that the job was founded with, by its number; (0, 0) where none is left."""
+        live = {seats[0].replica: len(seats) for seats in self.topology.seats}
+        return {number: (live.get(number, 0), share) for number, share in enumerate(self.shares)}
+
+    def work_in_step(self) -> tuple[int, float]:
+        """Samples of the global batch in hand, and live members over those that the job was founded with."""
+        loaders = checks.check_set_up(self._loaders, "work_in_step")
+        return loaders.in_hand().global_samples, self.topology.world_size / self._topology.world_size
+
     @property
     def member(self) -> Member:
         """This process's member, with its recorder of collectives."""
-        return checks.check_set_up(self._member, "member")
+        return checks.check_set_up(self._engine, "member").member
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the step under way is run again after a failure: hooks inside a step see it twice."""
+        windows = None if self._recovery is None else self._recovery.windows
+        return windows is not None and windows.is_replaying
+
+    def register_failure_callback(self, function: FailureCallback) -> None:
+        """Have ``function(hook, event)`` called for every failure and change of view, on every member.
+
+        Args:
+            function: Gets ``"on_ntp_failure"`` with a ``FailureEvent``, ``"on_ntp_view"``, ``"on_ntp_recovered"`` or
+                ``"on_ntp_rejoin"`` with a ``ViewEvent``, ``"on_ntp_corruption"`` with a ``CorruptionEvent``, or
+                ``"on_ntp_finding"`` with a ``Finding`` about this member's device. What it raises is logged and stops
+                nothing.
+        """
+        self._told.append(function)
 
     @property
     @override
@@ -157,6 +197,7 @@ class NTPStrategy(ModelParallelStrategy):
         degrees, nominal = self.config.resolve_degrees(self.num_nodes * self.num_processes, self.num_nodes)
         self.config.lowest_degree(nominal, degrees)
         self._topology = Topology.start(degrees, nominal)
+        XidPolicy(self.config.xid_policy)  # refuses unknown actions
         checks.check_precision(self.precision_plugin)
         checks.warn_of_single_replica(len(degrees))
         if not self.cluster_environment.creates_processes_externally:
@@ -167,6 +208,7 @@ class NTPStrategy(ModelParallelStrategy):
                 self.num_nodes,
                 seats=seats,
                 grace_s=self.config.timeouts.shutdown_grace_s,
+                founding=founding_of(self.config, self._topology) if self.config.fault_tolerance else None,
             )
 
     @override
@@ -174,39 +216,67 @@ class NTPStrategy(ModelParallelStrategy):
         super(ModelParallelStrategy, self).setup_environment()  # the base class would build a rectangular mesh
         reset_seed()
         check_world_size(self.topology.world_size)
-        self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        timeouts = self.config.timeouts
-        join_world(
-            self._process_group_backend,
-            lambda: connect_store(timeout_s=timeouts.start_s),
-            self.global_rank,
-            self.world_size,
-            timeout_s=timeouts.collective_s,
-            device=self.root_device,
-        )
-        if self._member is None:
-            self._member = Member(
-                self.topology,
-                self.global_rank,
-                device=self.root_device,
-                backend=self._process_group_backend,
-                lowest_degree=self.config.lowest_degree(self.topology.nominal_degree, self.topology.degrees),
-                timeout=timedelta(seconds=timeouts.collective_s),
-            )
-            self._reducer = ReplicaReducer(self._member)
+        if self._engine is None:
+            self._engine = self._join()
+            self._reducer = ReplicaReducer(self._engine)
+        self.set_world_ranks()
+
+    def _join(self) -> Plain | Survivor:
+        founding = checks.check_set_up(self._topology, "topology")
+        place = self.cluster_environment.global_rank(), self.root_device, self._process_group_backend
+        if not (self.config.fault_tolerance and is_watched()):
+            return join_plainly(self.config, founding, *place)
+        survivor = join_job(self.config, founding, *place)
+        known = vars(self.lightning_module).get(_SHARDED)
+        if survivor.member is None or survivor.member.built_model is not known or known is None:
+            survivor.new_member()
+        prepare = lambda run: lambda: survivor.outside(run)  # noqa: E731
+        loops.wrap(self._trainer, "_data_connector", "prepare_data", prepare)
+        return survivor
+
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        rank_zero_only.rank = self.global_rank
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """0 for the leader, whoever that is."""
+        if self._engine is None or not self._engine.tolerates_failures:
+            return super().global_rank
+        return self.topology.leader_first(self.member.rank)
+
+    @property
+    @override
+    def world_size(self) -> int:
+        if self._engine is None or not self._engine.tolerates_failures:
+            return super().world_size
+        return self.topology.world_size
 
     @override
     def teardown(self) -> None:
         trainer = self._trainer
         if trainer is not None:
             compat.unwrap_automatic_optimization(trainer)
-        if self._member is not None:
+        if self._recovery is not None:
+            self._recovery.close()
+            self._recovery = None
+        if self._callbacks is not None:
+            self._engine.observers.remove(self._callbacks)
+            self._callbacks = None
+        if self._engine is not None:
             # The channels stay open: a script may save or fit again. After an error a collective may be stuck in them.
-            self._member.stop_sync()
+            self._engine.member.stop_sync()
             if trainer is None or trainer.state.status == TrainerStatus.INTERRUPTED:
-                self._member = None
+                self._engine = self._reducer = None
         super().teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(self._engine, Survivor):
+            end_job(self._engine, exception)
 
     # Model and optimizers
 
@@ -220,9 +290,19 @@ class NTPStrategy(ModelParallelStrategy):
         self._shard(module)
         self.model_to_device()
         self._reducer.adopt_metrics(module)
-        self._loaders = ReplicaLoaders(trainer, self.config, self.topology, self.member.replica)
         seed = int(os.environ.get("PL_GLOBAL_SEED", self.broadcast(torch.initial_seed())))
-        self._steps = StepRunner(trainer, self.member, self._reducer, self._loaders, seed)
+        self._loaders = ReplicaLoaders(trainer, self.config, self._topology, self.topology, self.member.number)
+        self._steps = StepRunner(trainer, self._engine, self._reducer, self._loaders, seed)
+        if isinstance(self._engine, Survivor):
+            self._recovery = TrainerRecovery(
+                trainer,
+                self._engine,
+                self._loaders,
+                self._steps,
+                self.keeping_states_here,
+            )
+        self._callbacks = FailureCallbacks(trainer, self._told)
+        self._engine.observers.append(self._callbacks)  # after the recovery, whose changes they shall find done
         self.barrier()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
@@ -231,159 +311,43 @@ class NTPStrategy(ModelParallelStrategy):
         self.setup_precision_plugin()
         if is_fitting:
             self._setup_fit(trainer)
+        self._loaders.follow(self.topology)  # members may have died during the setup
 
     def _shard(self, module: LightningModule) -> None:
-        known: ParallelModel | None = vars(module).get(_SHARDED)
+        member, known = self.member, vars(module).get(_SHARDED)
         if known is not None:
-            self.member.adopt(known)
+            if member.built_model is not known:
+                member.adopt(known)
+                self._engine.own([])
+            # Modules may have been added since, with weights of their own.
+            self._engine.outside(lambda: member.copy_leaders(known.replicated_tensors()))
             self.model = self.precision_plugin.convert_module(module)
             return
         checks.check_unsharded(module)
         compat.materialize(module, torch.device("cpu"))
         self.model = self.precision_plugin.convert_module(module)
-        model = self.member.shard(module, find_plan(self._plan, module))
+        plan = find_plan(self._plan, module)
+        self._engine.outside(lambda: member.copy_leaders([*module.parameters(), *module.buffers()]))
+        model = member.cut(module, plan)
+        self._engine.own([])
         vars(module)[_SHARDED] = model
         ShapeProbe(model).attach()
 
     def _setup_fit(self, trainer: Trainer) -> None:
+        self._engine.verify_every_n_steps = self.config.verify_every_n_steps
+        self._engine.own(self.optimizers)
         self.member.start_sync(bucket_cap_mb=self.config.bucket_cap_mb, reduce_dtype=self.config.reduce_dtype)
-        self._steps.start_fit()
-        self._votes = Votes(self.member)
+        self._steps.start_sync()
+        self._votes = Votes(self._engine)
         self.precision_plugin.clip_grad_by_norm = self._votes.clip_by_norm
         self._is_first_backward = True
-        if self.lightning_module.automatic_optimization:
-            compat.wrap_automatic_optimization(trainer, self._steps.with_extra_passes)
-        else:
+        is_automatic = self.lightning_module.automatic_optimization
+        if not is_automatic:
             checks.check_manual_optimization(self.config)
-
-    # Steps
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        return checks.check_set_up(self._loaders, "loaders").wrap(dataloader)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with total_norm_by(self._votes.total_norm):
-            return self._steps.train(super().training_step, args, kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._steps.evaluate(super().validation_step, args, kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._steps.evaluate(super().test_step, args, kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._steps.evaluate(super().predict_step, args, kwargs)
-
-    @override
-    def on_train_start(self) -> None:
-        self._loaders.check_single()
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        if self._is_first_backward:
-            self._is_first_backward = False
-            checks.check_graph(closure_loss, self.member.model)
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        with self.member.sync.paused():
-            yield
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        def closure_and_vote() -> Any:
-            result = closure()
-            self._votes.of(optimizer)
-            return result
-
-        with total_norm_by(self._votes.total_norm):
-            return super().optimizer_step(optimizer, closure_and_vote, model, **kwargs)
-
-    # Values
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if not means_everyone(group):
-            return super().reduce(tensor, group, reduce_op)
-        return tensor if self._reducer is None else self._reducer.reduce(tensor, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return bool(decision) if self._reducer is None else self._reducer.decide(decision, all)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """(replicas, ...): one tensor of each replica."""
-        if not means_everyone(group) or self._reducer is None:
-            return super().all_gather(tensor, group, sync_grads)
-        checks.check_all_gather(sync_grads, self._reducer.is_alone)
-        return torch.stack(self._reducer.gather(tensor))
-
-    # Checkpoints
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return gather_model_state(self.member.model, self.topology, self.global_rank)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = unwrapped(optimizer)
-        return gather_optimizer_state(self.member.model, optimizer, self.topology, self.global_rank)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
-        if storage_options is not None:
-            raise UnsupportedError(f"storage_options={storage_options!r} is not supported: a plain file is written")
-        path = self.broadcast(os.fspath(filepath))  # a string: a URL is no Path
-        failure = None
-        if self.is_global_zero:
-            set_positions_apart(checkpoint)
-            try:
-                save_file(checkpoint, path)
-            except CheckpointError as error:
-                failure = str(error)
-        failure = self.broadcast(failure)  # nobody goes on as if it had been written
-        if failure is not None:
-            raise CheckpointError(failure)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        checkpoint = read_file(self.broadcast(os.fspath(checkpoint_path)), weights_only)
-        if self._trainer.state.fn == TrainerFn.FITTING:
-            put_positions_back(checkpoint)
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_model_state(self.member.model, checkpoint["state_dict"], strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer_state(self.member.model, optimizer, state)
+        if self._recovery is not None:
+            self._recovery.start_fit(self._votes, self.broadcast)
+        elif is_automatic:
+            compat.wrap_automatic_optimization(trainer, self._steps.with_extra_passes)
 
     # Private
 

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_ntp.compat.torch import version_of
 from lightning_ntp.engine import Member, Vote, clip_by_norm
+from lightning_ntp.engine.plain import Plain
+from lightning_ntp.engine.survivor import Survivor
 from lightning_ntp.errors import UnsupportedError
 
 # Which tensors the gradients are and how often each was written to.
@@ -22,12 +24,20 @@ class Votes:
     """The votes of one fit.
 
     Args:
-        member: This member; its gradient sync must have been started.
+        engine: Has this member, and agrees on steps. The member's gradient sync must have been started.
     """
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
+    def __init__(self, engine: Plain | Survivor) -> None:
+        self._engine = engine
         self._cast: WeakKeyDictionary[Optimizer, tuple[int, Vote, _State]] = WeakKeyDictionary()
+
+    @property
+    def _member(self) -> Member:
+        return self._engine.member
+
+    def forget(self) -> None:
+        """A new view has begun, with a gradient sync of its own."""
+        self._cast.clear()
 
     def of(self, optimizer: Optimizer | LightningOptimizer) -> Vote:
         """The vote on the optimizer's gradients; cast now unless nothing was synced since the last one."""
@@ -43,6 +53,11 @@ class Votes:
         parameters = parameters_of(optimizer)
         _, vote, state = self._of(optimizer)
         is_unchanged = _state(parameters) == state
+        if not is_unchanged and self._engine.is_between:
+            raise UnsupportedError(
+                "a hook has changed the gradients after the vote, and a member died before all knew their norm: this "
+                "step cannot be finished alike; change gradients in backward hooks instead"
+            )
         norm = vote.grad_norm if is_unchanged else self._member.grad_norm(parameters)
         clip_by_norm(parameters, norm, float(clip_val))
 
@@ -69,7 +84,7 @@ class Votes:
         cast = self._cast.get(optimizer)
         if cast is None or cast[0] != syncs:
             parameters = parameters_of(optimizer)
-            cast = syncs, self._member.vote(parameters), _state(parameters)
+            cast = syncs, self._engine.vote(parameters), _state(parameters)
             self._cast[optimizer] = cast
         return cast
 
