@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from lightning_ntp.__about__ import __version__
-from lightning_ntp.cli import layout, plan
+from lightning_ntp.cli import drain, join, layout, plan, store
 from lightning_ntp.errors import ConfigError, NTPError
 
-VERBS = (layout, plan)
+VERBS = (layout, plan, store, join, drain)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; those of the process if ``None``.
 
     Returns:
-        The exit code: 0, 2 for bad input, 1 for another error of this package.
+        The exit code: 0, 2 for bad input, 1 for another error of this package, 130 after Ctrl-C.
     """
     try:
         args = build_parser().parse_args(argv)
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NTPError as error:
         print(f"lightning-ntp: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader (`| head`) has enough. Python flushes once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

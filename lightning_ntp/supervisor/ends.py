@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.supervisor.node import Node
+from lightning_ntp.supervisor.sites import StoreSite
 
 
 @dataclass(frozen=True)
@@ -41,22 +43,28 @@ class Job(Protocol):
     """What a policy may know and ask of the supervisor.
 
     Attributes:
-        num_members: Members at the start.
+        node: Which part of the job is started here.
+        site: Where the job's store is.
         ends: Of members, in the order seen.
         stop_signal: The signal that asked the job to stop, if one did.
     """
 
-    num_members: int
+    node: Node
+    site: StoreSite
     ends: Sequence[MemberEnd]
     stop_signal: int | None
 
-    def member_env(self, rank: int) -> Mapping[str, str]: ...
+    @property
+    def running(self) -> Collection[int]:
+        """Ranks whose processes run here."""
 
     def start_member(self, rank: int) -> None: ...
 
     def kill_member(self, rank: int) -> bool: ...
 
     def kill_after(self, delay_s: float) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 class EndPolicy:
@@ -82,13 +90,20 @@ class EndPolicy:
         """React to a member's end, by calling the supervisor's methods. Its process group is gone already."""
         raise NotImplementedError
 
+    def waits(self, supervisor: Job) -> bool:
+        """Whether to go on although no member runs here."""
+        return False
+
     def exit_code(self, supervisor: Job) -> int:
-        """The job's exit code, once all members have ended (``supervisor.ends``, in the order seen)."""
+        """The supervisor's exit code, once all members have ended (``supervisor.ends``, in the order seen)."""
         raise NotImplementedError
 
     def note(self, supervisor: Job) -> str:
         """More to say at the end, whatever the exit code."""
         return ""
+
+    def on_finish(self, supervisor: Job, exit_code: int | None) -> None:
+        """The supervisor ends with this code, or by an error of its own (``None``)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The supervisor: one process that starts the members of a job on this machine, waits for them, and hosts the store.
+"""The supervisor: one process that starts members of a job on this machine, and waits for them. It may host the store.
 
 It trains nothing and is no rank. So it outlives any member, it can tell how each of them ended, and the store stays
 where the survivors can reach it.
@@ -14,7 +14,8 @@ ignored.
 *No orphans.* The kernel kills a member when the supervisor is gone, even by SIGKILL; the member's DataLoader workers
 notice within seconds that their parent is gone.
 
-What the end of a member means for the others is not decided here but by an :class:`EndPolicy`.
+What the end of a member means for the others is not decided here but by an :class:`EndPolicy`. Where the other
+members of the job and its store are, a :class:`Node` and a :class:`StoreSite` say.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
-from lightning_ntp.comm.rendezvous import STORE_VARIABLE, WORLD_SIZE_VARIABLE, host_store
+from lightning_ntp.comm.rendezvous import WORLD_SIZE_VARIABLE
 from lightning_ntp.errors import ConfigError, LaunchError
 from lightning_ntp.supervisor.ends import AllOrNothing, EndPolicy, MemberEnd
+from lightning_ntp.supervisor.interfaces import GLOO_VARIABLE
+from lightning_ntp.supervisor.node import Node
+from lightning_ntp.supervisor.sites import HostedStore, StoreSite
 
-_HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 _TO_GROUP = (signal.SIGINT,)
 _TO_MEMBER = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -49,16 +52,20 @@ class Supervisor:
 
     Attributes:
         command: The command line of every member, or a function from the rank to it.
-        num_members: How many to start; their ranks are 0..num_members-1.
+        num_members: How many to start.
         env: Variables that the members get besides this process's own and those of :meth:`member_env`.
         cwd: Working directory of the members; by default this process's.
-        seats: Names for the reader, by rank.
+        seats: Names for the reader, in the order of the ranks here.
         policy: What the end of a member means.
+        node: Which members of the job these are; by default all.
+        site: Where the job's store is; by default in this process, on a free port of the loopback interface.
+        hidden: Variables of this process that the members do not get.
+        start_s: How long to wait for a store that is elsewhere, in seconds.
         stop_signal: The first signal that asked the job to stop, if one did.
         ends: Members that have ended, in the order seen.
 
     Raises:
-        ConfigError: if ``num_members`` is below 1, or ``seats`` has another length.
+        ConfigError: if ``num_members`` is below 1, or ``seats`` or ``node`` has another number of members.
     """
 
     command: Sequence[str] | Callable[[int], Sequence[str]]
@@ -67,12 +74,19 @@ class Supervisor:
     cwd: str | None = None
     seats: Sequence[str] = ()
     policy: EndPolicy = field(default_factory=AllOrNothing)
+    node: Node | None = None
+    site: StoreSite = field(default_factory=HostedStore)
+    hidden: Collection[str] = ()
+    start_s: float = 300.0
 
     def __post_init__(self) -> None:
         if self.num_members < 1:
             raise ConfigError(f"num_members={self.num_members}: a job needs at least 1 member")
         if self.seats and len(self.seats) != self.num_members:
             raise ConfigError(f"seats names {len(self.seats)} seats for num_members={self.num_members}: name each one")
+        self.node = self.node or Node.alone(self.num_members)
+        if len(self.node.ranks) != self.num_members:
+            raise ConfigError(f"num_members={self.num_members}, but this node has the ranks {self.node.ranks}")
         self.stop_signal: signal.Signals | None = None
         self.ends: list[MemberEnd] = []
         self._running: dict[int, subprocess.Popen] = {}
@@ -84,55 +98,59 @@ class Supervisor:
         """Start the members and wait until all have ended. To be called once, from the main thread.
 
         Returns:
-            The job's exit code: 0 if all members ended with 0, else that of the first that failed.
+            What the policy makes of the members' ends.
 
         Raises:
-            LaunchError: outside the main thread, or if a member cannot be started.
+            LaunchError: outside the main thread, or if the store cannot be had or a member cannot be started.
         """
         if threading.current_thread() is not threading.main_thread():
             raise LaunchError("the members of a job must be started from the main thread: call fit there")
-        start = time.monotonic()
+        start, exit_code = time.monotonic(), None
+        self.site.open(self.start_s)  # may take long: signals still end this process at once
         with _SignalInbox((*_TO_GROUP, *_TO_MEMBER)) as inbox:
-            self.store = host_store()
             try:
-                self.policy.on_start(self)
-                for rank in range(self.num_members):
-                    self._spawn(rank)
-                while self._running:
-                    for signum in inbox.wait(self._time_to_wake()):
-                        self._forward(signum)
-                    self._reap()
-                    self.policy.on_poll(self)
-                    if self._time_to_kill() == 0:
-                        self.kill()
+                self._see_through(inbox)
+                exit_code, note = self.policy.exit_code(self), self.policy.note(self)
             finally:
                 self._kill_and_wait()
-        exit_code, note = self.policy.exit_code(self), self.policy.note(self)
-        if exit_code != 0 or note:
+                self.policy.on_finish(self, exit_code)
+        if (exit_code != 0 or note) and not (self.node.is_shim and self.stop_signal):
             print(self._summary(exit_code, time.monotonic() - start, note), file=sys.stderr, flush=True)
         return exit_code
 
+    def _see_through(self, inbox: _SignalInbox) -> None:
+        self.policy.on_start(self)
+        for rank in self.node.ranks:
+            self._spawn(rank)
+        while self._running or self.policy.waits(self):
+            for signum in inbox.wait(self._time_to_wake()):
+                self._forward(signum)
+            self._reap()
+            self.policy.on_poll(self)
+            if self._time_to_kill() == 0:
+                self.kill()
+
     def member_env(self, rank: int) -> dict[str, str]:
-        """The complete environment of a member: torch's names, the store's address, and one share of the CPUs."""
-        num = str(self.num_members)
-        threads = max(1, len(os.sched_getaffinity(0)) // self.num_members)
+        """The complete environment of a member: torch's names, the store's address, and one share of the CPUs.
+
+        gloo is told to use the interface that leads to the store, unless the user chooses one.
+        """
+        threads, interface = max(1, len(os.sched_getaffinity(0)) // self.node.local_world_size), self.site.interface()
         return {
             "OMP_NUM_THREADS": str(threads),
-            **os.environ,
+            **({GLOO_VARIABLE: interface} if interface else {}),
+            **{name: value for name, value in os.environ.items() if name not in self.hidden},
             **self.env,
             **self.policy.member_env(rank),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "NODE_RANK": "0",
-            "WORLD_SIZE": num,
-            "LOCAL_WORLD_SIZE": num,
-            "MASTER_ADDR": _HOST,
-            "MASTER_PORT": str(self.store.port),
-            # So that a plain init_process_group() is our store's client too, instead of hosting a second one there.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            STORE_VARIABLE: f"{_HOST}:{self.store.port}",
-            WORLD_SIZE_VARIABLE: num,
+            **self.node.member_env(rank),
+            **self.site.member_env(),
+            WORLD_SIZE_VARIABLE: str(self.node.world_size),
         }
+
+    @property
+    def running(self) -> Collection[int]:
+        """Ranks whose processes run."""
+        return self._running.keys()
 
     def kill_after(self, delay_s: float) -> None:
         """Kill the members that still run in ``delay_s`` seconds, unless an earlier time was set before."""
@@ -186,7 +204,7 @@ class Supervisor:
             _signal_group(process, signal.SIGKILL)
             code = process.wait()
             del self._running[rank]
-            seat = self.seats[rank] if self.seats else ""
+            seat = self.seats[self.node.ranks.index(rank)] if self.seats else ""
             end = MemberEnd(rank, seat, code if code >= 0 else 128 - code, killed=rank in self._killed and code < 0)
             self.ends.append(end)
             self.policy.on_end(self, end)
@@ -217,11 +235,12 @@ class Supervisor:
             process.wait()
 
     def _summary(self, exit_code: int, elapsed_s: float, note: str) -> str:
+        title = f"lightning_ntp: {self.node.title}"
         if exit_code == 0:
-            return f"lightning_ntp: the job finished after {elapsed_s:.1f} s; {note}"
+            return f"{title} finished after {elapsed_s:.1f} s; {note}"
         failures = [end for end in self.ends if end.exit_code != 0]
         what = f"was stopped by {self.stop_signal.name}" if self.stop_signal else "failed"
-        text = f"lightning_ntp: the job {what} after {elapsed_s:.1f} s, exit code {exit_code}: "
+        text = f"{title} {what} after {elapsed_s:.1f} s, exit code {exit_code}: "
         text += note or "; then ".join(map(str, failures))
         if not self.stop_signal and any(end.exit_code == 128 + signal.SIGKILL and not end.killed for end in failures):
             text += ". A SIGKILL from nowhere is often the kernel short of memory: see dmesg"
