@@ -53,6 +53,8 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Zygote]:
 def guard(request: pytest.FixtureRequest) -> Iterator[None]:
     """Seed, run the test, restore global state, and fail the test if something of it is still there."""
     state = GlobalState()
+    # Fixtures of a wider scope run before this one, and the zygote would hand their dtype on to all ranks.
+    assert state.dtype == torch.float32, "a fixture of a wider scope has left its default dtype behind"
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)

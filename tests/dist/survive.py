@@ -104,7 +104,7 @@ def member_process(port: int, seat: Seat, founding: View, case: Case, steps: int
     store = connect(port)
     progress = FaultyProgress([fault for fault in faults if fault.seat == str(seat)])
     membership = Membership(JobStore(lambda: connect(port), TOKEN), seat, founding, timeouts=TIMEOUTS, progress=progress)
-    survivor, log = Survivor(membership, store), MemberLog(str(seat))
+    survivor, log = Survivor(membership, store, founding=founding.topology), MemberLog(str(seat))
     code = 0
     try:
         _train(survivor, case, steps, log, progress)
@@ -117,7 +117,11 @@ def member_process(port: int, seat: Seat, founding: View, case: Case, steps: int
 
 def _train(survivor: Survivor, case: Case, steps: int, log: MemberLog, progress: Progress) -> None:
     model = build(case.model, seed=0 if log.seat == "r0.s0" else 1)  # all take the leader's
-    member = survivor.start(model, plan_for(case.model), bucket_cap_mb=0.02)
+    survivor.join()
+    member = survivor.new_member()
+    survivor.outside(lambda: member.copy_leaders([*model.parameters(), *model.buffers()]))
+    member.cut(model, plan_for(case.model))
+    member.start_sync(bucket_cap_mb=0.02)
     optimizer = make_optimizer(case.optimizer, model.parameters())
     survivor.own([optimizer])
     for step, ids in enumerate(case.global_batches(steps)):
@@ -144,13 +148,16 @@ def _train(survivor: Survivor, case: Case, steps: int, log: MemberLog, progress:
 
 
 def launch(
-    rank: int, world_size: int, store_address: str, case: Case, steps: int, faults: list[Fault]
+    rank: int, world_size: int, store_address: str, case: Case, steps: int, faults: list[Fault], member=member_process
 ) -> tuple[dict[str, int], dict[str, MemberLog]]:
-    """Run the case; returns exit codes and logs by seat. In the zygote's rank, which is no member."""
+    """Run the case; returns exit codes and logs by seat. In the zygote's rank, which is no member.
+
+    ``member`` is what each process runs; what it writes to its file is its log.
+    """
     port = int(store_address.rsplit(":", 1)[1])
     founding = View.founding(Topology.start(case.degrees, case.nominal))
     running = {
-        seat: fork(member_process, port, seat, founding, case, steps, faults, Path(str(seat)))
+        seat: fork(member, port, seat, founding, case, steps, faults, Path(str(seat)))
         for seat in founding.members
     }
     store = JobStore(lambda: connect(port), TOKEN)

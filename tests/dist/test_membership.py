@@ -37,7 +37,10 @@ ENV = dict([NO_DNS])
 
 
 # Sockets held by a child, deaths in start-up, two deaths, a stopped member, a return, a user's error.
-@pytest.mark.parametrize("seeds", [(27, 13), (8, 10), (5, 11)], ids=str)
+SEEDS = [(27, 13), *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in [(8, 10), (5, 11)])]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_chaos(workers, seeds):
     trials = workers.run(run_trials, 1, seeds, timeout_s=100, env=ENV)[0]
     report = summary(trials)
@@ -150,6 +153,7 @@ def _supervise(capfd, *orders: str) -> tuple[int, str]:
     return code, capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_supervisor_tolerates_a_death(capfd):
     code, text = _supervise(capfd, "r0.s0:kill")
     assert code == 0, text

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,6 +179,12 @@ class Scenario:
         return self.global_batch or self.batch_size * len(self.degrees) * self.accumulate
 
 
+    def samples_in(self, step: int) -> int:
+        """Samples of a step, where every epoch takes them in full windows but for its last."""
+        windows = math.ceil(self.size / self.samples_per_step)
+        return min(self.samples_per_step, self.size - step % windows * self.samples_per_step)
+
+
 @dataclass
 class FitResult:
     """What one rank saw."""
@@ -232,19 +239,35 @@ def rank_run(strategy: NTPStrategy, module: Language, recorder: StepRecorder, ra
     return RankRun(replica, slot, [], recorder.norms, recorder.weights, layouts, shapes, [])
 
 
-def fit_dense(scenario: Scenario) -> tuple[History, dict[str, float], Any]:
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """For training in the process of the tests themselves, where the zygote is forked from."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def fit_dense(scenario: Scenario, data: DataLoader | None = None) -> tuple[History, dict[str, float], Any]:
     """The same training without any parallelism: Lightning's own loop over whole global batches, here.
 
+    Args:
+        scenario: What to train.
+        data: Global batches instead of the scenario's own.
+
     Returns:
-        The history, the last logged values, the module's notes.
+        The history, the last logged values, the module.
     """
-    torch.set_default_dtype(scenario.dtype)
-    module = scenario.module(scenario.config, seed=0, **scenario.options)
-    recorder = StepRecorder()
-    trainer = quiet_trainer(1, "auto", callbacks=[recorder], **scenario.trainer)
-    trainer.fit(module, scenario.data(scenario.size, scenario.samples_per_step), scenario.data(7, 4))
+    with default_dtype(scenario.dtype):
+        module = scenario.module(scenario.config, seed=0, **scenario.options)
+        recorder = StepRecorder()
+        trainer = quiet_trainer(1, "auto", callbacks=[recorder], **scenario.trainer)
+        batches = data or scenario.data(scenario.size, scenario.samples_per_step)
+        trainer.fit(module, batches, scenario.data(7, 4))
     history = History([seen.loss for seen in module.seen], list(recorder.norms), recorder.weights)
-    return history, {name: float(value) for name, value in trainer.callback_metrics.items()}, module.notes
+    return history, {name: float(value) for name, value in trainer.callback_metrics.items()}, module
 
 
 def step_losses(results: Sequence[FitResult]) -> list[float]:

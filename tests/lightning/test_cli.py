@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 import lightning_ntp  # noqa: F401  (registers "ntp")
 from lightning_ntp import NTPStrategy, ParallelPlan, Timeouts
 from lightning_ntp.errors import ConfigError
-from tests.lightning.scripts.cli import Net
+from tests.lightning.scripts.cli import Net, is_healthy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),
@@ -98,6 +98,10 @@ def test_every_argument_has_a_default_and_a_type_that_can_be_filled():
         "grad_reduce_dtype": ("bfloat16", "bfloat16"),
         "min_tensor_parallel_size": ("1", 1),
         "fault_tolerance": ("false", False),
+        "respawn": ("once", "once"),
+        "verify_every_n_steps": ("50", 50),
+        "detectors": ('["tests.lightning.scripts.cli.is_healthy"]', (is_healthy,)),
+        "xid_policy": ("{43: note}", {43: "note"}),
         "timeouts": ("{start_s: 60}", Timeouts(start_s=60)),
         "process_group_backend": ("gloo", "gloo"),
     }
@@ -135,7 +139,7 @@ def test_printed_config_reads_back(tmp_path, capsys):
     [
         ({"degrees": "4"}, "Expected a <class 'list'>"),
         ({"degrees": "[4,x]"}, "degrees"),
-        ({"global_batch": "huge"}, "Expected a typing.Literal['constant', 'shrink']. Got value: huge"),
+        ({"global_batch": "huge"}, "Expected a typing.Literal['constant', 'shrink', 'auto']. Got value: huge"),
         ({"degree": "[4,3]"}, "Option 'degree' is not accepted"),
         ({"plan": "something"}, 'Parser key "plan"'),
         ({"timeouts": "{start: 1}"}, "timeouts"),
@@ -168,7 +172,6 @@ def test_values_that_do_not_fit(arguments, told):
     [
         ({"timeouts.start_s": "1"}, r"timeouts.*start_s=1\.0"),
         ({"bucket_cap_mb": "-3"}, "bucket_cap_mb=-3.0 must be a positive number of mebibytes"),
-        ({"fault_tolerance": "true"}, "fault_tolerance=True: live recovery is not part of this version"),
     ],
 )
 def test_values_that_the_constructor_refuses(arguments, told):

@@ -211,10 +211,10 @@ def test_logged_values(workers, size):
     """Unequal shares; with 25 samples the second replica has a dummy at the end, whose values are NaN."""
     scenario = Scenario(module=Logging, size=size, strategy={"shares": [5, 3]}, trainer={"max_epochs": 2})
     results = workers.run(fit_rank, 3, scenario)
-    _, metrics, notes = fit_dense(scenario)
+    _, metrics, module = fit_dense(scenario)
     assert any(not entry.ids for entry in results[2].seen) == (size == 25)
     for result in results:
-        for ours, theirs in zip(result.notes, notes, strict=True):
+        for ours, theirs in zip(result.notes, module.notes, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-12)
         assert result.metrics == pytest.approx(metrics, rel=1e-12)
 

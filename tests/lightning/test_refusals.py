@@ -41,7 +41,7 @@ from tests.lightning.runs import SMALL, Language, loader, quiet_trainer
         ({"degrees": [2, 1], "bucket_cap_mb": math.nan}, r"bucket_cap_mb=nan must be a positive number"),
         ({"degrees": [2, 1], "global_batch": "big"}, r"global_batch='big': choose one of 'constant', 'shrink'"),
         ({"degrees": [2, 1], "max_micro_batch": 0}, r"max_micro_batch=0 must be a whole number of at least 1"),
-        ({"degrees": [2, 1], "fault_tolerance": True}, r"fault_tolerance=True: .*leave it False"),
+        ({"degrees": [2, 1], "respawn": "sometimes"}, r"respawn='sometimes': choose one of 'never', 'once', 'always'"),
     ],
 )
 def test_arguments(options, told):

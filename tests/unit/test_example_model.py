@@ -157,12 +157,13 @@ def test_split_keeps_training_and_validation_apart() -> None:
 
 
 def test_command_line_demo_is_a_set_of_defaults() -> None:
-    demo = command_line.parse(["--demo", "--max_steps", "7", "--degrees", "[2,1]"])
+    demo = command_line.parse(["--demo", "--max_steps", "7", "--degrees", "[2,1]", "--fault", ""])
     assert (demo.max_steps, demo.degrees, demo.num_devices) == (7, [2, 1], 3)
     assert (demo.accelerator, demo.out, demo.width) == ("cpu", Path("runs/demo"), 128)
-    assert command_line.parse(["--demo"]).degrees == [4, 3]
+    assert command_line.parse(["--demo"]).degrees == [4, 4]
     assert command_line.parse(["--demo"]).max_steps >= 60
     assert command_line.parse(["--strategy", "auto"]).num_devices == 1
+    assert not command_line.parse(["--demo", "--strategy", "auto", "--max_steps", "7"]).faults
     assert command_line.parse([]).out == Path("runs/gpt")
 
 
@@ -180,6 +181,9 @@ def test_command_line_reads_a_config_file(tmp_path: Path) -> None:
         (["--accumulate", "0"], "--accumulate 0"),
         (["--kv_heads", "3"], "kv_heads=3"),
         (["--no_such_option", "1"], "no_such_option"),
+        (["--fault", "kil r1.s2@20"], "'kil' is no kind"),
+        (["--fault", "kill r1.s4@20"], "'kill r1.s4@20' never happens"),
+        (["--demo", "--max_steps", "20"], "'kill r1.s2@20' never happens, as the run has 20 steps"),
     ],
 )
 def test_command_line_refuses_by_name(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +195,7 @@ def test_command_line_refuses_by_name(arguments: list[str], words: str, capsys: 
 def test_report_shows_replicas_and_losses() -> None:
     out = io.StringIO()
     replicas = [Replica("r0", 4, 9), Replica("r1", 3, 7)]
-    print_report(replicas, Outcome(5.5, 2.25, 10, 2.5), {"samples": 16}, Console(file=out, width=100))
+    print_report(replicas, Outcome(5.5, 2.25, 10, 2.5), {"samples": 16}, console=Console(file=out, width=100))
     for words in ("r0", "r1", "56.2%", "43.8%", "5.500", "last 10 steps", "2.250", "2.500", "samples"):
         assert words in out.getvalue()
 
@@ -202,7 +206,7 @@ def dense_run(out: Path, *more: str) -> tuple[list[str], Outcome]:
     length = "--max_steps 6 --warmup_steps 1 --lr 0.01 --val_every 3 --val_batches 1"
     arguments = f"--demo --strategy auto {sizes} {length}".split() + ["--out", str(out), *more]
     train_gpt.main(command_line.parse(arguments))
-    return (out / "metrics.csv").read_text().splitlines(), read_outcome(out / "metrics.csv")
+    return (out / "metrics.csv").read_text().splitlines(), read_outcome(out)
 
 
 @pytest.mark.filterwarnings("ignore")
