@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # One thread a process: eight workers share two cores in the tests.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env test test-all parity exhaustive demo gpu lint clean
+.PHONY: env test test-all parity exhaustive chaos chaos-table soak bench demo gpu lint clean
 
 env: $(STAMP)
 
@@ -31,6 +31,24 @@ parity: env
 exhaustive: env
 	$(PY) -m pytest -m exhaustive
 
+# Seeded plans of faults on the Trainer; the last line is JSON. One run alone: make chaos N=1 SEED=17
+N ?= 50
+SEED ?= 0
+chaos: env
+	$(PY) -m tests.chaos --runs $(N) --seed $(SEED)
+
+# Every phase of a step x every kind of victim.
+chaos-table: env
+	$(PY) -m pytest -m exhaustive tests/chaos tests/lightning
+
+# 50 recoveries in one run: threads, files and memory stay flat.
+soak: env
+	$(PY) -m pytest -m slow tests/lightning/test_soak.py
+
+# What it costs to be able to survive, in ratio to the demo's step; the last line is JSON.
+bench: env
+	PYTHONPATH=.:examples $(PY) benchmarks/surviving.py
+
 demo: env
 	$(PY) examples/train_gpt.py --demo
 
@@ -41,7 +59,7 @@ gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests/gpu
 
 lint: env
-	$(PY) -m ruff check lightning_ntp tests examples
+	$(PY) -m ruff check lightning_ntp tests examples benchmarks
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info .pytest_cache

@@ -1,6 +1,7 @@
-"""Train a small GPT on replicas of unequal tensor-parallel degree.
+"""Train a small GPT, and go on when a member dies.
 
-    python examples/train_gpt.py --demo                            two replicas, degrees 4 and 3, seven CPU processes
+    python examples/train_gpt.py --demo                            two replicas of degree 4: undisturbed, then with a
+                                                                   member that is killed and comes back
     python examples/train_gpt.py --demo --strategy auto            the same model, dense, in one process
     python examples/train_gpt.py --degrees "[8,7]" --layers 12     your own sizes; --help lists all, --config reads YAML
 
@@ -13,15 +14,20 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from typing import Any
 
+from gpt.compare import compare
+from gpt.faults import WaitForReturns
 from gpt.module import GPTModule
 from gpt.parallel import make_strategy, replicas_of
 from gpt.report import ProgressLines, Stopwatch, print_report, read_outcome
 from gpt.settings import Settings, parse
 from gpt.text import read_text, split
-from lightning.pytorch import Trainer, seed_everything
+from gpt.timeline import Timeline, write_timeline
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import DoublePrecision
 from torch.utils.data import DataLoader
 
 
@@ -43,10 +49,10 @@ def make_module(settings: Settings) -> GPTModule:
     )
 
 
-def make_trainer(settings: Settings, stopwatch: Stopwatch) -> Trainer:
+def make_trainer(settings: Settings, callbacks: list[Callback]) -> Trainer:
     """The Trainer; everything but ``strategy`` is as in any other script."""
     is_live = sys.stdout.isatty()
-    callbacks = [stopwatch, TQDMProgressBar() if is_live else ProgressLines()]
+    callbacks = [*callbacks, TQDMProgressBar() if is_live else ProgressLines()]
     if settings.checkpoint:
         callbacks.append(ModelCheckpoint(settings.out / "checkpoints", filename="last", enable_version_counter=False))
     micro_batches = settings.max_steps * settings.accumulate
@@ -54,7 +60,7 @@ def make_trainer(settings: Settings, stopwatch: Stopwatch) -> Trainer:
         strategy=make_strategy(settings),
         accelerator=settings.accelerator,
         devices=settings.num_devices,
-        precision=settings.precision,
+        **make_precision(settings),
         max_steps=settings.max_steps,
         # A short run shows its own length in the progress bar, not that of an epoch it never ends.
         limit_train_batches=micro_batches,
@@ -74,30 +80,40 @@ def make_trainer(settings: Settings, stopwatch: Stopwatch) -> Trainer:
     )
 
 
-def report(trainer: Trainer, settings: Settings, stopwatch: Stopwatch) -> None:
-    """Print the closing table."""
-    metrics = settings.out / "metrics.csv"
-    replicas = replicas_of(trainer, settings)
-    samples = stopwatch.steps * sum(replica.share for replica in replicas)
+def make_precision(settings: Settings) -> dict[str, Any]:
+    """Arguments of the Trainer: it takes ``precision="64-true"`` only beside a strategy's name."""
+    if settings.precision == "64-true":
+        return {"plugins": [DoublePrecision()]}
+    return {"precision": settings.precision}
+
+
+def report(trainer: Trainer, settings: Settings, stopwatch: Stopwatch, timeline: Timeline) -> None:
+    """Print the closing tables."""
+    tokens = stopwatch.samples * settings.seq_len
     facts = {
         "optimizer steps": stopwatch.steps,
-        "samples": f"{samples:,}",
-        "tokens": f"{samples * settings.seq_len:,}",
-        "tokens/s": f"{samples * settings.seq_len / stopwatch.seconds:,.0f}",
+        "samples": f"{stopwatch.samples:,}",
+        "tokens": f"{tokens:,}",
+        "tokens/s": f"{tokens / stopwatch.seconds:,.0f}",
         "training time": f"{stopwatch.seconds:.1f} s",
-        "metrics": metrics,
+        "metrics": settings.out / "metrics.csv",
     }
-    print_report(replicas, read_outcome(metrics), facts)
+    print_report(replicas_of(trainer, settings), read_outcome(settings.out), facts, timeline.entries)
+    write_timeline(timeline.entries, settings.out)
 
 
 def main(settings: Settings) -> None:
     """Train, validate, report."""
     seed_everything(settings.seed, verbose=False)
-    stopwatch = Stopwatch()
-    trainer = make_trainer(settings, stopwatch)
+    stopwatch = Stopwatch(lambda trainer: sum(replica.share for replica in replicas_of(trainer, settings)))
+    timeline = Timeline()
+    callbacks: list[Callback] = [stopwatch, timeline]
+    if settings.pause and settings.faults:
+        callbacks.append(WaitForReturns(settings.faults, settings.pause, stopwatch.leave_out))
+    trainer = make_trainer(settings, callbacks)
     trainer.fit(make_module(settings), *make_loaders(settings))
     if trainer.is_global_zero:
-        report(trainer, settings, stopwatch)
+        report(trainer, settings, stopwatch, timeline)
 
 
 def quieten() -> None:
@@ -110,4 +126,7 @@ def quieten() -> None:
 
 if __name__ == "__main__":
     quieten()
-    main(parse())
+    chosen = parse()
+    if chosen.compare and chosen.faults:
+        sys.exit(compare(chosen, sys.argv[1:]))
+    main(chosen)

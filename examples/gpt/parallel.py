@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from gpt.faults import plan_faults
 from gpt.settings import Settings
 
 
@@ -16,7 +17,7 @@ class Replica:
 
     Attributes:
         name: ``r0``, ``r1``, ...
-        degree: Number of live tensor-parallel ranks.
+        degree: Number of live members; 0 if none is left.
         share: Samples of a global batch that the replica takes.
     """
 
@@ -32,20 +33,23 @@ def make_strategy(settings: Settings) -> Any:
     # Imported here so that the dense run needs Lightning alone.
     from lightning_ntp import NTPStrategy
 
+    plan_faults(settings.faults)
     return NTPStrategy(
         data_parallel_size=len(settings.degrees),
         tensor_parallel_size=max(settings.degrees),
         degrees=settings.degrees,
         plan="auto",
         global_batch=settings.global_batch,
+        respawn=settings.respawn,
     )
 
 
 def replicas_of(trainer: Trainer, settings: Settings) -> list[Replica]:
-    """The replicas as they are at the end of the run."""
+    """The replicas as they are now, lost ones included."""
     if settings.is_ntp:
-        degrees, shares = trainer.strategy.degrees, trainer.strategy.shares
+        live = {seats[0].replica: len(seats) for seats in trainer.strategy.topology.seats}
+        shares = trainer.strategy.shares
     else:
-        degrees = [1] * trainer.world_size
+        live = dict.fromkeys(range(trainer.world_size), 1)
         shares = [settings.batch_size * settings.accumulate] * trainer.world_size
-    return [Replica(f"r{i}", *pair) for i, pair in enumerate(zip(degrees, shares, strict=True))]
+    return [Replica(f"r{number}", live.get(number, 0), share) for number, share in enumerate(shares)]

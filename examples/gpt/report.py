@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,36 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt.parallel import Replica
+from gpt.timeline import Entry
 
 
 class Stopwatch(Callback):
-    """Counts optimizer steps and the seconds they took, validation not included."""
+    """Counts optimizer steps, their samples, and the seconds they took, validation not included.
 
-    def __init__(self) -> None:
-        self.steps = 0
+    Args:
+        samples_of: Samples of a global batch at present: they change when members go and ``global_batch`` shrinks.
+    """
+
+    def __init__(self, samples_of: Callable[[Trainer], int]) -> None:
+        self.steps = self.samples = 0
         self.seconds = 0.0
+        self._samples_of = samples_of
         self._since = 0.0
+        self._step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.steps = trainer.global_step
+        self._step = trainer.global_step
         self._since = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_step > self._step:
+            self._step = trainer.global_step
+            self.steps += 1
+            self.samples += self._samples_of(trainer)
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count so many of the seconds that are being measured."""
+        self.seconds -= seconds
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.seconds += time.perf_counter() - self._since
@@ -37,7 +54,6 @@ class Stopwatch(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.seconds += time.perf_counter() - self._since
-        self.steps = trainer.global_step - self.steps
 
 
 class ProgressLines(Callback):
@@ -80,26 +96,41 @@ class Outcome:
     val_loss: float
 
 
-def read_outcome(metrics: Path, num_last: int = 10) -> Outcome:
-    """Read the losses from ``metrics.csv``: the file, unlike a process, saw the run from its first step on.
+def read_metrics(run: Path) -> dict[str, list[float]]:
+    """Both losses, from ``metrics.csv`` in the run's folder.
 
     Raises:
         ValueError: if the file lacks a column or has no value in it.
     """
+    metrics = run / "metrics.csv"
     with metrics.open(newline="") as file:
         rows = list(csv.DictReader(file))
     columns = {name: [float(row[name]) for row in rows if row.get(name)] for name in ("train_loss", "val_loss")}
     for name, values in columns.items():
         if not values:
             raise ValueError(f"{metrics} has no value of {name}: the run ended before its first one")
+    return columns
+
+
+def read_outcome(run: Path, num_last: int = 10) -> Outcome:
+    """Read the losses of a run from its folder: the file, unlike a process, saw the run from its first step on.
+
+    Raises:
+        ValueError: as :func:`read_metrics`.
+    """
+    columns = read_metrics(run)
     last = columns["train_loss"][-num_last:]
     return Outcome(columns["train_loss"][0], statistics.fmean(last), len(last), columns["val_loss"][-1])
 
 
 def print_report(
-    replicas: Sequence[Replica], outcome: Outcome, facts: dict[str, Any], console: Console | None = None
+    replicas: Sequence[Replica],
+    outcome: Outcome,
+    facts: dict[str, Any],
+    timeline: Sequence[Entry] = (),
+    console: Console | None = None,
 ) -> None:
-    """Print who took which share, then the losses and ``facts``, a line each."""
+    """Print who took which share, then the losses and ``facts``, a line each, then what happened."""
     console = console or Console()
     total = sum(replica.share for replica in replicas)
     who = Table(title="replicas", title_justify="left")
@@ -116,3 +147,14 @@ def print_report(
     for name, value in (losses | facts).items():
         what.add_row(name, str(value))
     console.print(who, what)
+    if timeline:
+        console.print(_timeline_table(timeline))
+
+
+def _timeline_table(timeline: Sequence[Entry]) -> Table:
+    table = Table(title="timeline", title_justify="left")
+    for heading in ("time", "step", "event", "degrees", "shares", "seconds to recover"):
+        table.add_column(heading, justify="right" if heading in ("step", "seconds to recover") else "left")
+    for entry in timeline:
+        table.add_row(*map(str, astuple(entry)))
+    return table

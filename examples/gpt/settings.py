@@ -11,17 +11,24 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from gpt.faults import check_faults
 from gpt.model import GPTConfig
 from gpt.text import VOCAB_SIZE
 
-# Small enough that seven processes share two CPU cores; each value can still be given on the command line.
+# Small enough that eight processes share two CPU cores; each value can still be given on the command line. In float64
+# the two runs that are compared can be told from two that only look alike.
 DEMO = MappingProxyType(
     {
+        "degrees": [4, 4],
+        "fault": "kill r1.s2@20, return r1.s2@40",
+        "compare": True,
+        "pause": 1.5,
+        "precision": "64-true",
         "accelerator": "cpu",
-        "layers": 3,
+        "layers": 2,
         "width": 128,
-        "ffn_width": 384,
-        "seq_len": 128,
+        "ffn_width": 256,
+        "seq_len": 64,
         "max_steps": 80,
         "val_every": 40,
         "val_batches": 4,
@@ -39,6 +46,13 @@ class Settings:
         strategy: ``ntp`` for nonuniform tensor parallelism; any other name goes to the Trainer as it is, with
             ``devices``: ``auto`` trains the same model densely in one process.
         degrees: Degree of each replica, used by ``ntp``; the highest is the nominal degree.
+        fault: What is to go wrong, used by ``ntp``: ``kill r1.s2@20, return r1.s2@40`` kills the member at seat r1.s2
+            in step 20 and has a process started there again in step 40.
+        respawn: Whether a process is started again wherever one has died, used by ``ntp``: ``never``, ``once`` or
+            ``always``.
+        pause: Seconds to pause before each step while a process that ``fault`` brings back starts: where members share
+            few CPU cores it would get too little of them.
+        compare: Whether to run without ``fault`` first, as a job of its own, and to compare how the two runs end.
         devices: Number of processes where the strategy is not ``ntp``, whose number is the sum of its degrees.
         accelerator: ``cpu``, ``gpu`` or ``auto``.
         global_batch: What a reduced replica does to the global batch, used by ``ntp``: ``constant`` or ``shrink``.
@@ -70,6 +84,10 @@ class Settings:
 
     strategy: str = "ntp"
     degrees: list[int] = field(default_factory=lambda: [4, 3])
+    fault: str = ""
+    respawn: str = "never"
+    pause: float = 0.0
+    compare: bool = False
     devices: int = 1
     accelerator: str = "auto"
     global_batch: str = "constant"
@@ -103,6 +121,8 @@ class Settings:
                 raise ValueError(f"--{name} {getattr(self, name)}: must be at least 1")
         if not self.degrees or min(self.degrees) < 1:
             raise ValueError(f"--degrees {self.degrees}: give one degree of at least 1 for each replica, like [4,3]")
+        if self.faults:
+            check_faults(self.faults, self.degrees, self.max_steps)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -115,6 +135,11 @@ class Settings:
         return self.strategy == "ntp"
 
     @property
+    def faults(self) -> str:
+        """What is to go wrong in this run."""
+        return self.fault if self.is_ntp else ""
+
+    @property
     def num_devices(self) -> int:
         return sum(self.degrees) if self.is_ntp else self.devices
 
@@ -124,7 +149,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = ArgumentParser(prog="train_gpt.py", description="Train a small GPT on the source of Python's library.")
     parser.add_argument("--config", action="config", help="a YAML file of these arguments")
-    parser.add_argument("--demo", action="store_true", help="two replicas of degrees 4 and 3, small, on the CPU")
+    parser.add_argument("--demo", action="store_true", help="a small run on the CPU, without faults and with them")
     parser.add_class_arguments(Settings, as_group=False)
     if "--demo" in arguments:
         parser.set_defaults(dict(DEMO))
