@@ -145,7 +145,7 @@ def test_other_commands_are_understood():
     faults, fit, demo = lines[0][0], lines[0][1:], lines[1]
     name, _, plan = faults.partition("=")
     assert (name, fit) == ("NTP_FAULTS", ["python", "train.py"])
-    FaultPlan.parse(plan).check(2, 4)
+    FaultPlan.parse(plan).check((4, 4))
     assert demo[:2] == ["python", "examples/train_gpt.py"] and parse(demo[2:]).faults
     for program, *words in lines[2:]:
         if program == "lightning-ntp":
